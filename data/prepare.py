@@ -1,441 +1,53 @@
-"""Text -> token file -> batches: the road every corpus of this project takes.
+"""Text -> token files: every corpus of this project is prepared here. (Batches: data/__init__.py.)
 
-    documents  d1, d2, ...                       any text: a corpus name or a file
-    stream     EOT d1 EOT d2 EOT ...             ids of one tokenizer, one long array per split
-    token file header + uint16 | uint32 ids      the header says which tokenizer, and the sha256
-    window     (x, y), y[t] = the token after x[t], each (B, T)
+    documents  (key, text), ...        a corpus name or a file, streamed
+    split      hash(key) < fraction    by document: blind to order, alphabet and duplicates
+    stream     EOT d1 EOT d2 EOT ...   one token file per split: FOLDER/CORPUS-TOKENIZER-SPLIT.bin
 
-Two words are kept apart here that this field often mixes up. *Position 0* is a place: the first slot
-of a window, whatever token lies there. *BOS* is a token: it may lie at position 0, anywhere, or
-nowhere. Ledger (arXiv 2606.20743) cuts random windows and prepends nothing, so its "BOS" is position 0;
-Llama always shows BOS at position 0. `Windows(bos_policy=...)` makes the choice a flag.
+The default corpus is `stdlib`, the source of the Python that runs you: about 12 MB, no network, a
+second to build. Nothing is ever downloaded without --download.
 
-Perplexity per token, word and byte are three numbers for one model. So the header counts the UTF-8
-bytes and the whitespace-separated words of the text, and `Windows.sequential()` counts those that its
-targets cover: bits per byte = sum(nll) / (n_bytes ln 2); word perplexity = exp(sum(nll) / n_words).
+    corpus        documents                         paper that trains or tests on it
+    stdlib        a module's source                 ours: the first command works offline
+    wikitext2     an article                        OASIS (arXiv 2605.17887), evaluation
+    fineweb-edu   a web page                        Ledger (arXiv 2606.20743), training
+    bookcorpus    512 sentences                     OASIS, training
+    wiki40b       an article                        OASIS, training and evaluation
+    gsm8k         "Question: ... Answer: ..."       OASIS, capability
+    FILE          text, .jsonl or .parquet          yours
 
-Read first: `Windows`, then `TokenFile`, then `stdlib_documents` (the default corpus: the source of the
-Python that runs you, about 12 MB, no network). Nothing is downloaded unless you say --download.
-
-    python data/prepare.py stdlib                         a few seconds
-    python data/prepare.py my.txt --tokenizer gpt2
-    python data/prepare.py fineweb-edu --tokenizer gpt2 --tokens 100_000_000 --download
+Read first: `load`, then `stdlib_documents`, then `write_splits`, which a kill cannot corrupt.
 """
 from __future__ import annotations
 
 import argparse
-import functools
+import ast
+import contextlib
 import hashlib
 import itertools
 import json
 import os
 import re
-import struct
 import sys
 import sysconfig
 import tempfile
-import zlib
+import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields
 from pathlib import Path
 
-import numpy as np
-import torch
 from tqdm import tqdm
 
+if __package__ in (None, ""):       # run as a script: the package is one folder up
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from data import (BytesTokenizer, DataError, Gpt2Tokenizer, HfTokenizer, Sequential, TokenFile,
+                  TokenWriter, Windows, generator, get_tokenizer, token_dtype, write_tokens)
+
+__all__ = ["BytesTokenizer", "DataError", "Gpt2Tokenizer", "HfTokenizer", "Sequential", "TokenFile",
+           "TokenWriter", "Windows", "generator", "get_tokenizer", "load", "token_dtype",
+           "write_tokens"]
+
 VAL_FRACTION = 0.05
-MAGIC, VERSION, HEADER_BYTES = b"TOKENS\r\n", 1, 4096   # \r\n: a text-mode copy breaks the magic
-PREFIX = struct.Struct("<8sIII")                        # magic, version, JSON length, JSON crc32
-
-
-class DataError(ValueError):
-    """Bad data or a bad request, told in one line that says what to do."""
-
-
-# ---------------------------------------------------------------------------------------------
-# Tokenizers: .name .vocab_size .eot .bos .encode .decode .token_bytes
-
-def _decode(ids, vocab_size: int, specials: dict[int, str], plain: Callable, show: bool) -> str:
-    """Shared `decode`: runs of ordinary ids go through `plain`, special ids are shown by name."""
-    ids = np.asarray(ids, dtype=np.int64).reshape(-1)
-    if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
-        bad = ids[(ids < 0) | (ids >= vocab_size)][0]
-        raise DataError(f"cannot decode id {bad}: the vocabulary is 0..{vocab_size - 1}")
-    cuts = np.flatnonzero(np.isin(ids, list(specials)))
-    text, start = [], 0
-    for cut in [*cuts, len(ids)]:
-        text.append(plain(ids[start:cut]))
-        if cut < len(ids):
-            text.append(specials[int(ids[cut])] if show else "\n")
-        start = cut + 1
-    return "".join(text)
-
-
-class BytesTokenizer:
-    """One id per UTF-8 byte, then EOT and BOS: no vocabulary to fetch, bits per byte for free."""
-
-    name, vocab_size, eot, bos = "bytes", 258, 256, 257
-
-    def encode(self, text: str) -> np.ndarray:
-        """Text -> uint16 ids; text is data, so no substring ever becomes a special id."""
-        return np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8).astype(np.uint16)
-
-    def decode(self, ids, show_specials: bool = True) -> str:
-        """Ids -> text. Broken UTF-8 becomes U+FFFD; specials are shown, or newlines if not wanted."""
-        specials = {self.eot: "<|endoftext|>", self.bos: "<|bos|>"}
-        plain = lambda run: run.astype(np.uint8).tobytes().decode("utf-8", "replace")  # noqa: E731
-        return _decode(ids, self.vocab_size, specials, plain, show_specials)
-
-    def token_bytes(self) -> np.ndarray:
-        """(vocab,) UTF-8 bytes behind each id, 0 for specials."""
-        return np.array([1] * 256 + [0, 0])
-
-
-class Gpt2Tokenizer:
-    """GPT-2's byte-pair encoding through tiktoken; its one special id serves as EOT and as BOS."""
-
-    name, vocab_size, eot, bos = "gpt2", 50257, 50256, 50256
-
-    def __init__(self):
-        try:
-            import tiktoken
-            self.bpe = tiktoken.get_encoding("gpt2")
-        except ImportError:
-            raise DataError("the gpt2 tokenizer needs tiktoken: pip install tiktoken") from None
-        except Exception as error:  # tiktoken's download fails in many ways: requests, OSError, hash
-            base = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-            need = [hashlib.sha1((base + f).encode()).hexdigest()
-                    for f in ("vocab.bpe", "encoder.json")]
-            raise DataError(
-                "the gpt2 tokenizer is not on this machine and could not be fetched "
-                f"({type(error).__name__}): run it once online, or set TIKTOKEN_CACHE_DIR to a "
-                f"folder holding tiktoken's files {need[0]} and {need[1]}") from None
-
-    def encode(self, text: str) -> np.ndarray:
-        """Text -> uint16 ids; '<|endoftext|>' inside a text is text, not the special id."""
-        return np.array(self.bpe.encode_ordinary(text), dtype=np.uint16)
-
-    def decode(self, ids, show_specials: bool = True) -> str:
-        """Ids -> text, as for bytes."""
-        plain = lambda run: self.bpe.decode_bytes(run.tolist()).decode("utf-8", "replace")  # noqa: E731
-        return _decode(ids, self.vocab_size, {self.eot: "<|endoftext|>"}, plain, show_specials)
-
-    @functools.cache
-    def token_bytes(self) -> np.ndarray:
-        """(vocab,) UTF-8 bytes behind each id, 0 for specials."""
-        table = [len(self.bpe.decode_single_token_bytes(i)) for i in range(self.eot)]
-        return np.array([*table, 0])
-
-
-def get_tokenizer(name: str):
-    """"bytes", "gpt2" or the path of a tokenizer.json -> tokenizer. Raises DataError."""
-    return _get_tokenizer(str(name))
-
-
-@functools.cache
-def _get_tokenizer(name: str):
-    if name in ("bytes", "gpt2"):
-        return BytesTokenizer() if name == "bytes" else Gpt2Tokenizer()
-    raise DataError(f"no tokenizer {name!r}: give bytes, gpt2 or the path of a tokenizer.json")
-
-
-# ---------------------------------------------------------------------------------------------
-# Token files
-
-def token_dtype(vocab_size: int) -> np.dtype:
-    """uint16 while every id fits, else uint32: a 128k vocabulary would wrap silently in uint16."""
-    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
-
-
-@dataclass(frozen=True)
-class TokenFile:
-    """A token file opened for reading; the fields are its header, `tokens` a read-only memmap."""
-
-    path: Path
-    vocab_size: int
-    tokenizer: str      # "bytes" | "gpt2" | "hf:<sha256 of tokenizer.json>"
-    eot: int            # separates documents
-    bos: int
-    n_tokens: int
-    n_bytes: int        # UTF-8 bytes of the text encoded, separators not counted
-    n_words: int        # whitespace-separated words of the text
-    sha256: str         # of the ids as stored
-    dtype: str          # "uint16" | "uint32"
-    split: str
-    source: str
-    tokens: np.ndarray
-
-    def __len__(self) -> int:
-        return self.n_tokens
-
-    @classmethod
-    def open(cls, path: str | Path) -> "TokenFile":
-        """Read and check the header, map the ids. DataError: missing, foreign, damaged, cut short."""
-        path = Path(path)
-        try:
-            with path.open("rb") as file:
-                head, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
-        except OSError as error:
-            raise DataError(f"cannot open token file {path}: {error.strerror}") from None
-        header = _parse_header(path, head)
-        dtype, n = np.dtype(header["dtype"]), header["n_tokens"]
-        if size != HEADER_BYTES + n * dtype.itemsize:
-            raise DataError(f"{path} is truncated or padded: {size} bytes, "
-                            f"its header promises {HEADER_BYTES + n * dtype.itemsize}")
-        tokens = (np.memmap(path, dtype, "r", HEADER_BYTES, (n,)) if n else np.zeros(0, dtype))
-        return cls(path=path, tokens=tokens, **header)
-
-    def verify(self) -> None:
-        """Read every id: DataError if the sha256 differs or an id is outside the vocabulary."""
-        digest, top = hashlib.sha256(), 0
-        for start in range(0, len(self), 1 << 22):
-            part = np.ascontiguousarray(self.tokens[start:start + (1 << 22)])
-            digest.update(part)
-            top = max(top, int(part.max()))
-        if digest.hexdigest() != self.sha256:
-            raise DataError(f"{self.path} is damaged: its sha256 is not the one in its header")
-        if top >= self.vocab_size:
-            raise DataError(f"{self.path} holds id {top}, its vocabulary is {self.vocab_size}")
-
-
-HEADER_FIELDS = {f.name: {"int": int, "str": str}[f.type] for f in fields(TokenFile)
-                 if f.name not in ("path", "tokens")}
-
-
-def _parse_header(path: Path, head: bytes) -> dict:
-    if head[:len(MAGIC)] != MAGIC:
-        raise DataError(f"{path} is not a token file (make one: python data/prepare.py FILE)")
-    if len(head) < HEADER_BYTES:
-        raise DataError(f"{path} is truncated inside its header")
-    _, version, length, crc = PREFIX.unpack_from(head)
-    if version != VERSION:
-        raise DataError(f"{path} has token file version {version}, this program reads {VERSION}: "
-                        "prepare the corpus again")
-    text = head[PREFIX.size:PREFIX.size + length]
-    try:
-        header = json.loads(text) if zlib.crc32(text) == crc else None
-    except ValueError:
-        header = None
-    if not isinstance(header, dict) or header.keys() != HEADER_FIELDS.keys() or not all(
-            isinstance(header[key], kind) for key, kind in HEADER_FIELDS.items()):
-        raise DataError(f"{path} has a damaged header")
-    if header["dtype"] != token_dtype(header["vocab_size"]).name or header["n_tokens"] < 0:
-        raise DataError(f"{path}: {header['dtype']} is the wrong type for a vocabulary of "
-                        f"{header['vocab_size']}")
-    return header
-
-
-class TokenWriter:
-    """Streams ids into a token file that appears under its name only when complete.
-
-    `resume=None`: a temporary name of this process's own, so racing writers never meet.
-    `resume={}`  : the fixed name PATH.part, kept when interrupted; `resume=state()` continues there.
-    """
-
-    def __init__(self, path, *, vocab_size, tokenizer, eot, bos, split="train", source="",
-                 resume: dict | None = None):
-        self.path = Path(path)
-        self.header = dict(vocab_size=vocab_size, tokenizer=tokenizer, eot=eot, bos=bos,
-                           dtype=token_dtype(vocab_size).name, split=split, source=source)
-        self.counts = dict(n_tokens=0, n_bytes=0, n_words=0)
-        self.digest, self.keep = hashlib.sha256(), resume is not None
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if resume:
-            self.temporary = self.path.with_name(self.path.name + ".part")
-            self.counts.update(resume)
-            self.file = self.temporary.open("r+b")
-            end = HEADER_BYTES + self.counts["n_tokens"] * token_dtype(vocab_size).itemsize
-            self.file.truncate(end)                # what came after the last saved state is dropped
-            self.file.seek(HEADER_BYTES)
-            while part := self.file.read(1 << 22):
-                self.digest.update(part)
-        elif self.keep:
-            self.temporary = self.path.with_name(self.path.name + ".part")
-            self.file = self.temporary.open("wb")
-            self.file.seek(HEADER_BYTES)
-        else:
-            handle, name = tempfile.mkstemp(prefix=self.path.name + ".", suffix=".tmp",
-                                            dir=self.path.parent)
-            self.temporary, self.file = Path(name), os.fdopen(handle, "wb")
-            self.file.seek(HEADER_BYTES)
-
-    def append(self, ids, n_bytes: int = 0, n_words: int = 0) -> None:
-        """Add ids (any unsigned array or list); DataError if one is outside the vocabulary."""
-        ids = np.asarray(ids)
-        if ids.size and (ids.min() < 0 or ids.max() >= self.header["vocab_size"]):
-            raise DataError(f"{self.path}: ids {ids.min()}..{ids.max()} do not fit a vocabulary of "
-                            f"{self.header['vocab_size']}")
-        data = ids.astype(token_dtype(self.header["vocab_size"])).tobytes()
-        self.file.write(data)
-        self.digest.update(data)
-        for key, more in zip(self.counts, (ids.size, n_bytes, n_words)):
-            self.counts[key] += int(more)
-
-    def state(self) -> dict:
-        """Push everything to the disk and return what `resume=` needs."""
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        return dict(self.counts)
-
-    def close(self) -> Path:
-        """Write the header, then give the file its name."""
-        header = self.header | self.counts | {"sha256": self.digest.hexdigest()}
-        text = json.dumps({key: header[key] for key in HEADER_FIELDS}).encode()
-        prefix = PREFIX.pack(MAGIC, VERSION, len(text), zlib.crc32(text))
-        if len(prefix) + len(text) > HEADER_BYTES:
-            raise DataError(f"{self.path}: the source description is too long for the header")
-        self.file.seek(0)
-        self.file.write((prefix + text).ljust(HEADER_BYTES, b"\0"))
-        self.state()
-        self.file.close()
-        self.temporary.chmod(0o644)     # mkstemp's 0600 would hide the corpus from other users
-        os.replace(self.temporary, self.path)
-        return self.path
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, *_):
-        if kind is None:
-            self.close()
-            return
-        self.file.close()
-        if not self.keep:
-            self.temporary.unlink(missing_ok=True)
-
-
-def write_tokens(path, arrays: Iterable, *, vocab_size: int, tokenizer: str, eot: int, bos: int,
-                 n_bytes: int = 0, n_words: int = 0, split="train", source="") -> Path:
-    """Stream arrays of ids into a token file, atomically. Returns its path; raises DataError."""
-    with TokenWriter(path, vocab_size=vocab_size, tokenizer=tokenizer, eot=eot, bos=bos,
-                     split=split, source=source) as writer:
-        writer.append([], n_bytes, n_words)
-        for ids in arrays:
-            writer.append(ids)
-    return writer.path
-
-
-# ---------------------------------------------------------------------------------------------
-# Windows
-
-def generator(*numbers: int) -> np.random.Generator:
-    """A generator that is a pure function of the numbers: nothing to save, nothing to restore."""
-    return np.random.Generator(np.random.Philox(np.random.SeedSequence(numbers)))
-
-
-class Windows:
-    """Windows of T tokens and their next tokens, without state: batch(step) is a pure function.
-
-    Resuming at step n needs no sampler state and evaluation cannot disturb training, because
-    every batch has its own generator, seeded by (seed, step, micro). That generator draws the
-    offsets of the global batch and each rank takes its slice, so 2 ranks x 4 see what 1 x 8 sees.
-
-    bos_policy         position 0 of x                 where BOS is
-      "none"           whatever token the window hit   nowhere (x holds the stream as it is)
-      "document"       whatever token the window hit   at each document's start: separators (EOT)
-                                                       are shown as BOS; targets still say EOT
-      "window"         BOS, always                     position 0, then T-1 contiguous tokens
-
-    With GPT-2, EOT and BOS are one id, so "none" and "document" coincide.
-
-    tokens: TokenFile or 1-d array. bos, eot: by default the file's. tokenizer: object from
-    `get_tokenizer`, by default the file's; needed only to count bytes and words.
-    Raises DataError when the text is shorter than one window.
-    """
-
-    def __init__(self, tokens, block_size: int, batch_size: int, *, bos_policy: str = "none",
-                 bos: int | None = None, eot: int | None = None, seed: int = 0, tokenizer=None):
-        is_file = isinstance(tokens, TokenFile)
-        self.tokens = tokens.tokens if is_file else np.asarray(tokens)
-        self.block_size, self.batch_size, self.seed = block_size, batch_size, seed
-        self.bos_policy = bos_policy
-        self.bos = tokens.bos if bos is None and is_file else bos
-        self.eot = tokens.eot if eot is None and is_file else eot
-        self.tokenizer = tokens.tokenizer if tokenizer is None and is_file else tokenizer
-        if bos_policy not in ("none", "document", "window"):
-            raise DataError(f"bos_policy {bos_policy!r}: choose none, document or window")
-        if bos_policy != "none" and self.bos is None:
-            raise DataError(f"bos_policy {bos_policy!r} needs a bos id")
-        if bos_policy == "document" and self.eot is None:
-            raise DataError("bos_policy 'document' needs the eot id that separates documents")
-        self.lead = 0 if bos_policy == "window" else 1      # tokens of the stream before target 0
-        if len(self.tokens) < block_size + 1:
-            where = tokens.path if is_file else "the text"
-            raise DataError(f"{where} has {len(self.tokens)} tokens, a window of {block_size} needs "
-                            f"{block_size + 1}: take a longer text or a smaller block size")
-
-    def batch(self, step: int, rank: int = 0, world: int = 1, micro: int = 0):
-        """(x, y), int64 (B, T) each: the rank's share of random windows of (seed, step, micro)."""
-        high = len(self.tokens) - self.block_size - self.lead + 1
-        offsets = generator(self.seed, step, micro).integers(high, size=world * self.batch_size)
-        return self._cut(offsets[rank * self.batch_size:(rank + 1) * self.batch_size])
-
-    def sequential(self, n_sequences: int | None = None) -> "Sequential":
-        """Windows whose targets do not overlap, in order; n_sequences are spread over the file."""
-        total = (len(self.tokens) - self.lead) // self.block_size
-        n = total if n_sequences is None else min(n_sequences, total)
-        return Sequential(self, np.arange(n) * total // max(n, 1) * self.block_size)
-
-    def _cut(self, offsets: np.ndarray):
-        span = self.block_size + self.lead
-        rows = self.tokens[offsets[:, None] + np.arange(span)].astype(np.int64)  # (B, T + lead)
-        if self.bos_policy == "window":
-            rows = np.concatenate([np.full((len(rows), 1), self.bos), rows], axis=1)  # (B, T + 1)
-        x, y = rows[:, :-1].copy(), rows[:, 1:].copy()  # (B, T), (B, T)
-        if self.bos_policy == "document":
-            x[x == self.eot] = self.bos
-        return torch.from_numpy(x), torch.from_numpy(y)
-
-
-class Sequential:
-    """Evaluation windows: iterate for (x, y) batches of at most batch_size rows; len() = windows.
-
-    n_targets, n_bytes and n_words describe the targets, i.e. what a summed loss is spread over.
-    Bytes: the UTF-8 bytes behind the target ids (specials have none). Words: whitespace-separated,
-    a word counted in the window that predicts its first character, so no word is counted twice.
-    """
-
-    def __init__(self, windows: Windows, offsets: np.ndarray):
-        self.windows, self.offsets = windows, offsets
-        self.n_targets = len(offsets) * windows.block_size
-
-    def __len__(self) -> int:
-        return len(self.offsets)
-
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for start in range(0, len(self), self.windows.batch_size):
-            yield self.windows._cut(self.offsets[start:start + self.windows.batch_size])
-
-    @functools.cached_property
-    def _tokenizer(self):
-        tokenizer = self.windows.tokenizer
-        if tokenizer is None:
-            raise DataError("counting bytes or words needs Windows(..., tokenizer=)")
-        return get_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
-
-    @functools.cached_property
-    def n_bytes(self) -> int:
-        """UTF-8 bytes behind the targets."""
-        table = self._tokenizer.token_bytes()
-        return sum(int(table[self._targets(o)].sum()) for o in self.offsets)
-
-    @functools.cached_property
-    def n_words(self) -> int:
-        """Whitespace-separated words that begin inside the targets."""
-        decode, words = self._tokenizer.decode, 0
-        for offset in self.offsets:
-            text = decode(self._targets(offset), show_specials=False)
-            before = max(offset + self.windows.lead - 1, 0)
-            previous = decode(self.windows.tokens[before:offset + self.windows.lead],
-                              show_specials=False)
-            begun = bool(previous) and not previous[-1].isspace() and not text[:1].isspace()
-            words += len(text.split()) - (begun and bool(text))
-        return words
-
-    def _targets(self, offset: int) -> np.ndarray:
-        start = offset + self.windows.lead
-        return self.windows.tokens[start:start + self.windows.block_size]
-
 
 # ---------------------------------------------------------------------------------------------
 # Corpora: each is an iterator of (key, text); the hash of the key decides the split
@@ -470,22 +82,163 @@ def stdlib_documents() -> list[tuple[str, str]]:
     return sorted(found, key=lambda item: hashed(item[0], "order"))
 
 
-def write_splits(documents: Iterable[tuple[str, str]], tokenizer, folder: Path, stem: str, *,
-                 val_fraction: float = VAL_FRACTION, source: str = "") -> dict[str, Path]:
-    """Documents -> the train and val token files of `stem`. Returns {split: path}."""
-    open_writer = functools.partial(
-        TokenWriter, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.name, eot=tokenizer.eot,
-        bos=tokenizer.bos, source=source)
-    paths = {split: token_path(folder, stem, tokenizer, split) for split in ("train", "val")}
-    with open_writer(paths["train"], split="train") as train, \
-            open_writer(paths["val"], split="val") as val:
-        for writer in (train, val):
-            writer.append([tokenizer.eot])
-        for key, text in documents:
-            writer = val if hashed(key) < val_fraction else train
-            writer.append(tokenizer.encode(text), len(text.encode()), len(text.split()))
-            writer.append([tokenizer.eot])
-    return paths
+def text_documents(path: Path, val_fraction: float) -> list[tuple[str, str]]:
+    """One text file -> its head as "train" and its tail, from a line's start, as "val".
+
+    The tail, because a text has no documents to draw from; nothing of it is seen in training.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8").replace("\r\n", "\n")
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text (byte {error.start})") from None
+    if not text.strip():
+        raise DataError(f"{path} holds no text")
+    cut = int(len(text) * (1 - val_fraction))
+    cut = text.rfind("\n", 0, cut) + 1 or cut
+    return [("train", text[:cut]), ("val", text[cut:])]
+
+
+def row_text(row: dict) -> str:
+    """A data set's row -> text: GSM8K's question and answer, or the field `text`."""
+    if "question" in row:
+        return f"Question: {row['question']}\nAnswer: {row['answer']}"
+    text = row["text"]
+    if text.startswith(("b'", 'b"')):           # some Wiki40B exports hold the repr of bytes
+        text = ast.literal_eval(text).decode("utf-8", "replace")
+    if "_START_" in text:                       # Wiki40B marks its structure with words
+        text = re.sub(r"\n_START_(ARTICLE|SECTION|PARAGRAPH)_\n", "\n\n", text).strip()
+        text = text.replace("_NEWLINE_", "\n")
+    return text
+
+
+def whole(rows: Iterable[dict]) -> Iterator[str]:
+    """One document per row."""
+    return map(row_text, rows)
+
+
+def articles(rows: Iterable[dict]) -> Iterator[str]:
+    """WikiText's rows are lines; ' = Title = ' begins an article."""
+    lines: list[str] = []
+    for line in map(row_text, rows):
+        if re.match(r" = [^=].*[^=] = *$", line) and any(map(str.strip, lines)):
+            yield "".join(lines)
+            lines = []
+        lines.append(line if line.endswith("\n") else line + "\n")
+    yield "".join(lines)
+
+
+def bundles(rows: Iterable[dict], size: int = 512) -> Iterator[str]:
+    """BookCorpus's rows are sentences without book marks; 512 in a row make a document."""
+    rows = iter(rows)
+    while sentences := list(itertools.islice(map(row_text, rows), size)):
+        yield "\n".join(map(str.strip, sentences))
+
+
+HELD_OUT = {"train": "train", "val": "validation", "test": "test"}
+HUB = {  # name: (data set, configuration, {our split: its split}, rows -> documents)
+    "wikitext2": ("Salesforce/wikitext", "wikitext-2-raw-v1", HELD_OUT, articles),
+    "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT", {"train": "train"}, whole),
+    "bookcorpus": ("rojagtap/bookcorpus", None, {"train": "train"}, bundles),
+    "wiki40b": ("google/wiki40b", "en", HELD_OUT, whole),
+    "gsm8k": ("openai/gsm8k", "main", {"train": "train", "test": "test"}, whole),
+}
+BUDGET = {name: 100_000_000 for name in ("fineweb-edu", "bookcorpus", "wiki40b")}
+
+
+def hub_rows(name: str, split: str) -> Callable[[int], Iterable[dict]]:
+    """Stream a Hugging Face data set: skip -> rows. Needs the network: only for --download."""
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise DataError(f"{name} needs datasets: pip install datasets") from None
+    data_set, configuration, splits, _ = HUB[name]
+    stream = load_dataset(data_set, configuration, split=splits[split], streaming=True)
+    return lambda skip: stream.skip(skip) if skip else stream
+
+
+def file_rows(path: Path, by_line: bool) -> Callable[[int], Iterable[dict]]:
+    """The rows of a .jsonl, .parquet or text file (its lines, or all of it as one row)."""
+    def rows(skip: int) -> Iterator[dict]:
+        if path.suffix == ".parquet":
+            import pyarrow.parquet
+            batches = pyarrow.parquet.ParquetFile(path).iter_batches()
+            found = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+        else:
+            lines = text_documents(path, 0.0)[0][1].splitlines(keepends=True)
+            found = (map(json.loads, filter(str.strip, lines)) if path.suffix == ".jsonl" else
+                     ({"text": line} for line in (lines if by_line else ["".join(lines)])))
+        return itertools.islice(found, skip, None)
+    return rows
+
+
+def documents_of(rows: Callable, make: Callable) -> Callable[[int], Iterator[tuple[str, str]]]:
+    """skip -> (key, text) of the documents after the first `skip`; a text is its own key."""
+    if make is whole:       # one row is one document, so the stream itself can skip
+        return lambda skip: ((text, text) for text in make(rows(skip)))
+    return lambda skip: ((text, text) for text in itertools.islice(make(rows(0)), skip, None))
+
+
+# ---------------------------------------------------------------------------------------------
+# Building and loading
+
+def by_hash(val_fraction: float) -> Callable[[str], str]:
+    """Split by document, blind to order and alphabet; equal documents never straddle the splits."""
+    return lambda key: "val" if hashed(key) < val_fraction else "train"
+
+
+def write_splits(documents: Callable, tokenizer, paths: dict[str, Path], split_of: Callable, *,
+                 source: str, budget: int | None = None, resumable: bool = False,
+                 save_every: int = 1 << 20) -> None:
+    """Documents -> one token file per split. `documents(skip)` yields (key, text).
+
+    resumable: every `save_every` tokens the files are pushed to disk and their lengths noted in
+    FIRST_PATH.progress.json; a later call cuts the files to those lengths and skips the documents
+    already in them, so the result is the same byte for byte, however often it was killed.
+    """
+    first = next(iter(paths.values()))
+    note = first.with_name(first.name + ".progress.json")
+    settings = dict(source=source, tokenizer=tokenizer.name, splits=list(paths))
+    state = dict(settings=settings, documents=0, counts={split: {} for split in paths})
+    if resumable and note.exists():
+        state = json.loads(note.read_text())
+        if state["settings"] != settings:
+            raise DataError(f"{note} belongs to another preparation: finish that one or delete it")
+    with contextlib.ExitStack() as stack:
+        writers = {split: stack.enter_context(TokenWriter(
+            path, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.name, eot=tokenizer.eot,
+            bos=tokenizer.bos, split=split, source=source,
+            resume=state["counts"][split] if resumable else None)) for split, path in paths.items()}
+        for writer in writers.values():
+            if not writer.counts["n_tokens"]:
+                writer.append([tokenizer.eot])
+        total = lambda: sum(w.counts["n_tokens"] for w in writers.values())  # noqa: E731
+        saved = total()
+        bar = stack.enter_context(tqdm(total=budget, initial=saved, unit="tok", unit_scale=True,
+                                       desc=first.stem, leave=False, disable=None))
+        for key, text in documents(state["documents"]):
+            if budget and total() >= budget:
+                break
+            if text:
+                writer = writers[split_of(key)]
+                writer.append(tokenizer.encode(text), len(text.encode("utf-8", "replace")),
+                              len(text.split()))
+                writer.append([tokenizer.eot])
+            state["documents"] += 1
+            bar.update(total() - bar.n)
+            if resumable and total() - saved >= save_every:
+                state["counts"] = {split: w.state() for split, w in writers.items()}
+                replace_text(note, json.dumps(state))
+                saved = total()
+    note.unlink(missing_ok=True)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a small file so that a reader, or a crash, sees the old one or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
 
 
 def token_path(folder: Path, stem: str, tokenizer, split: str) -> Path:
@@ -493,31 +246,199 @@ def token_path(folder: Path, stem: str, tokenizer, split: str) -> Path:
     return Path(folder, f"{stem}-{tokenizer.name.replace(':', '-')}-{split}.bin")
 
 
-def cache_folder() -> Path:
-    """data/cache beside this file; a user or temporary folder where that cannot be written."""
-    for folder in (Path(__file__).resolve().parent / "cache",
-                   Path.home() / ".cache" / "attention-sinks",
-                   Path(tempfile.gettempdir(), "attention-sinks")):
-        try:
+def cache_folders() -> list[Path]:
+    """data/cache beside this file; a user and a temporary folder for where that is read-only."""
+    return [Path(__file__).resolve().parent / "cache", Path.home() / ".cache" / "attention-sinks",
+            Path(tempfile.gettempdir(), "attention-sinks")]
+
+
+def writable_folder() -> Path:
+    """The first cache folder that can be written. DataError if none can."""
+    for folder in cache_folders():
+        with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError:
-            continue
-        if os.access(folder, os.W_OK):
-            return folder
+            if os.access(folder, os.W_OK):
+                return folder
     raise DataError("no folder for token files can be written: give --out DIR")
+
+
+def corpus_stem(name: str) -> str:
+    """The first part of a corpus's token file names; text files carry the hash of their content."""
+    if name == "stdlib":
+        return "stdlib-py" + sys.version.split()[0]
+    if name in HUB:
+        return name
+    if not Path(name).is_file():
+        raise DataError(f"no corpus or file {name!r}: give stdlib, {', '.join(HUB)}, a text file "
+                        "or a token file (.bin)")
+    return f"{Path(name).stem}-{hashlib.sha256(Path(name).read_bytes()).hexdigest()[:12]}"
+
+
+def build_local(name: str, tokenizer, folder: Path, val_fraction: float = VAL_FRACTION,
+          budget: int | None = None) -> dict[str, Path]:
+    """Build a corpus that needs no network (stdlib or a file). Returns {split: path}."""
+    stem, split_of, path = corpus_stem(name), by_hash(val_fraction), Path(name)
+    if name == "stdlib":
+        found = stdlib_documents()
+        documents = lambda skip: found[skip:]  # noqa: E731
+    elif path.suffix in (".jsonl", ".parquet"):
+        documents = documents_of(file_rows(path, by_line=False), whole)
+    else:
+        found, split_of = text_documents(path, val_fraction), str
+        documents = lambda skip: found[skip:]  # noqa: E731
+    paths = {split: token_path(folder, stem, tokenizer, split) for split in ("val", "train")}
+    write_splits(documents, tokenizer, paths, split_of, source=stem, budget=budget)
+    return paths
 
 
 def load(name_or_path, split: str = "train", *, tokenizer: str | None = None, folder=None,
          build: bool = True) -> TokenFile:
-    """A corpus by name, text file or token file -> its TokenFile. Raises DataError."""
+    """A corpus by name, text file or token file -> its TokenFile. Never touches the network.
+
+    name_or_path: stdlib, wikitext2, fineweb-edu, bookcorpus, wiki40b, gsm8k, a text, .jsonl or
+    .parquet file, or a token file (.bin; for another split its sibling is taken). tokenizer: bytes
+    (default), gpt2 or a tokenizer.json. stdlib and files are built on first use, atomically, so
+    the ranks of a distributed run may race. Raises DataError with the command that would help.
+    """
     name = str(name_or_path)
     split = {"valid": "val", "validation": "val"}.get(split, split)
     if name.endswith(".bin"):
-        return TokenFile.open(name)
-    tok = get_tokenizer(tokenizer or "bytes")
-    folder = Path(folder) if folder else cache_folder()
-    stem = "stdlib-py" + sys.version.split()[0]
-    path = token_path(folder, stem, tok, split)
-    if not path.exists():
-        write_splits(stdlib_documents(), tok, folder, stem, source=stem)
-    return TokenFile.open(path)
+        return _open_split(Path(name), split, tokenizer)
+    tok, stem = get_tokenizer(tokenizer or "bytes"), corpus_stem(name)
+    at_hand = build and name not in HUB and split in ("train", "val")
+    for place in [Path(folder)] if folder else cache_folders():
+        path = token_path(place, stem, tok, split)
+        if path.exists():
+            try:
+                return TokenFile.open(path)
+            except DataError:
+                if not at_hand:
+                    raise
+    if not at_hand:
+        command = f"python data/prepare.py {name}" + (" --download" if name in HUB else "")
+        command += f" --tokenizer {tokenizer}" if tok.name != "bytes" else ""
+        raise DataError(f"{name} ({split}, {tok.name}) is not prepared on this machine: {command}")
+    paths = build_local(name, tok, Path(folder) if folder else writable_folder())
+    return TokenFile.open(paths[split])
+
+
+def _open_split(path: Path, split: str, tokenizer: str | None) -> TokenFile:
+    file = TokenFile.open(path)
+    if tokenizer and get_tokenizer(tokenizer).name != file.tokenizer:
+        raise DataError(f"{path} was made with the tokenizer {file.tokenizer}, not {tokenizer}")
+    if file.split == split:
+        return file
+    sibling = path.with_name(path.name.replace(f"-{file.split}.bin", f"-{split}.bin"))
+    if sibling == path or not sibling.exists():
+        raise DataError(f"{path} holds the split {file.split}, and no {split} file lies beside it")
+    return TokenFile.open(sibling)
+
+
+# ---------------------------------------------------------------------------------------------
+# Command line
+
+def prepare(args) -> dict[str, Path]:
+    """Do what the command line asks. Returns {split: path}; raises DataError."""
+    tok = get_tokenizer(args.tokenizer)
+    folder = Path(args.out) if args.out else writable_folder()
+    budget = args.tokens or BUDGET.get(args.corpus)
+    if args.corpus not in HUB:
+        if args.download or args.from_file:
+            raise DataError("--download and --from-file go with: " + ", ".join(HUB))
+        return build_local(args.corpus, tok, folder, args.val_fraction, budget)
+    if not args.download and not args.from_file:
+        raise DataError(f"{args.corpus} is not part of Python: add --download to fetch it, or "
+                        "--from-file FILE... if you have it")
+    make, paths = HUB[args.corpus][3], {}
+    if args.from_file:
+        rows = {split: file_rows(path, make is not whole)
+                for split, path in name_splits(args.corpus, args.from_file).items()}
+    else:
+        rows = {split: hub_rows(args.corpus, split) for split in HUB[args.corpus][2]}
+    for split, source in rows.items():
+        carve = split == "train" and "val" not in HUB[args.corpus][2]
+        here = {s: token_path(folder, args.corpus, tok, s)
+                for s in (("train", "val") if carve else (split,))}
+        share = budget if split == "train" or not budget else int(budget * args.val_fraction)
+        print(estimate(split, share, tok))
+        write_splits(documents_of(source, make), tok, here,
+                     by_hash(args.val_fraction) if carve else lambda key, split=split: split,
+                     source=f"{args.corpus} {HUB[args.corpus][0]} {split} val={args.val_fraction}",
+                     budget=share, resumable=True)
+        paths |= here
+    return paths
+
+
+def name_splits(corpus: str, files: list[str]) -> dict[str, Path]:
+    """Which file is which split: by its name where that says so, else by the order given."""
+    splits, order = {}, [s for s in ("train", "val", "test") if s in HUB[corpus][2]]
+    for position, path in enumerate(map(Path, files)):
+        said = [s for s in ("train", "val", "test") if s in path.stem.lower()]
+        split = said[-1] if said else order[min(position, len(order) - 1)]
+        if split in splits or split not in order:
+            raise DataError(f"--from-file: {path} would be the {split} split of {corpus}: "
+                            f"give one file for each of {', '.join(order)}, in this order")
+        splits[split] = path
+    return splits
+
+
+def estimate(split: str, budget: int | None, tokenizer) -> str:
+    """One line on what is about to happen."""
+    if not budget:
+        return f"{split}: the whole split, as {tokenizer.name} tokens"
+    size = budget * token_dtype(tokenizer.vocab_size).itemsize / 1e9
+    return f"{split}: {budget:,} {tokenizer.name} tokens, {size:.2f} GB on disk; resumable"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line, grouped."""
+    p = argparse.ArgumentParser(
+        description="Turn a corpus into token files: one per split, with a header that names the "
+        "tokenizer and hashes the ids. train.py and eval.py take the corpus name or a file.",
+        epilog="Offline by default. An interrupted download continues where it was: run the same "
+        "command again.")
+    what = p.add_argument_group("what")
+    what.add_argument("corpus", help="stdlib, " + ", ".join(HUB) + ", or a text, .jsonl (field "
+                      "'text') or .parquet file")
+    what.add_argument("--tokenizer", default="bytes", metavar="NAME", help="bytes (258 ids, the "
+                      "default), gpt2 (50257, tiktoken) or the path of a tokenizer.json")
+    what.add_argument("--tokens", type=lambda s: int(float(s)), metavar="N",
+                      help="stop after about N tokens (default: all; 1e8 for fineweb-edu, "
+                      "bookcorpus, wiki40b)")
+    what.add_argument("--val-fraction", type=float, default=VAL_FRACTION, metavar="F",
+                      help="share held out where the corpus has no val split (default "
+                      "%(default)s): of documents by hash, or the tail of a text file")
+    where = p.add_argument_group("where from, where to")
+    where.add_argument("--download", action="store_true", help="fetch the data set from the "
+                       "Hugging Face hub, streamed (pip install datasets)")
+    where.add_argument("--from-file", nargs="+", metavar="FILE", help="take the data set from "
+                       "files at hand: train, valid and test in this order or named so")
+    where.add_argument("--out", metavar="DIR", help="folder of the token files (default "
+                       "data/cache, where train.py looks)")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0 done, 2 a bad request or bad data (one line), 130 interrupted (resumable)."""
+    args, start = parser().parse_args(argv), time.time()
+    try:
+        if args.tokens is not None and args.tokens <= 0 or not 0 < args.val_fraction < 1:
+            raise DataError("--tokens must be positive and --val-fraction between 0 and 1")
+        paths = prepare(args)
+        for path in paths.values():
+            file = TokenFile.open(path)
+            print(f"{file.split:5} {len(file):>13,} tokens {file.n_bytes:>13,} bytes "
+                  f"{file.n_words:>11,} words  sha256 {file.sha256[:12]}  {os.path.relpath(path)}")
+        print(f"vocabulary {file.vocab_size} ({file.dtype}), tokenizer {file.tokenizer}, "
+              f"{time.time() - start:.1f} s")
+    except (DataError, OSError) as error:
+        print(f"prepare.py: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("prepare.py: interrupted; the same command continues", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
