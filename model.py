@@ -1,0 +1,723 @@
+"""A transformer in one file, with its two softmaxes laid open.
+
+A decoder-only transformer is a list of sublayers (attention, feed-forward, attention, ...) and two
+decisions. Which *tokens* does a head read? A softmax over keys decides; `softmax1.attend` is that
+call, and every alternative to softmax is behind it. Which *layers* does a sublayer read? In the
+standard model nobody decides, the residual stream is a plain sum:
+
+    u = norm_l(h)        y = f_l(u)        h <- h + y                          (pre-norm residual)
+
+Everything this project studies replaces one of the two. The second is an object with five methods,
+and `StandardResidual` below is the smallest one:
+
+    start(x, record)            -> state   # x: token embeddings (B, T, d)
+    read(state, l)              -> h       # what sublayer l sees, before its own norm
+    write(state, l, u, y, null) -> state   # u: normed input, y: sublayer output, null: null mass
+    finish(state)               -> x       # what the final norm and the head decode
+    penalty(state)              -> scalar  # auxiliary loss, 0 by default
+
+Read first: `Transformer.forward`, five lines that never change whatever the mechanism; then
+`Attention.forward`; then one mechanism: softmax1.py, attnres.py or ledger.py.
+
+Shapes: B batch, T new tokens, S tokens seen (cache and new), H heads, G key/value heads,
+D head size, d model width, F feed-forward width, L sublayers, V vocabulary.
+"""
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import zlib
+from dataclasses import dataclass
+from typing import Callable, NamedTuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from attnres import AttnRes, OasisRouter
+from ledger import Delta, HyperConnection2, Ledger
+from softmax1 import NORMALIZERS, attend, attention_probs
+
+Record = Callable[[str, int, torch.Tensor], None]
+
+NORMS = ("pre", "sandwich", "sandwich-qk", "dyt", "post")
+FFNS = ("swiglu", "gelu", "linear", "none")
+GATES = ("none", "channel", "head", "single", "channel-static", "head-static", "single-static",
+         "position", "token", "bondarenko")
+
+
+# --------------------------------------------------------------------------------------- config
+
+@dataclass
+class Config:
+    """Everything that decides what the model computes. Saved in every checkpoint.
+
+    A zero in n_kv_head, head_dim, d_ff or ledger_rank stands for the usual choice and is resolved
+    on construction. Raises ValueError, in one line, for values that contradict each other.
+    """
+    # shape
+    vocab_size: int = 258
+    n_layer: int = 4              # transformer blocks: an attention and a feed-forward sublayer each
+    n_head: int = 2
+    n_kv_head: int = 0            # 0: n_head
+    head_dim: int = 0             # 0: d_model / n_head
+    d_model: int = 128
+    d_ff: int = 0                 # 0: 4 d; SwiGLU: 8/3 d, rounded up to 64
+    block_size: int = 256         # longest context, tokens
+    # backbone
+    pos: str = "rope"             # rope | learned | none
+    rope_theta: float = 10000.0
+    rope_scaling: dict | None = None   # Llama-3 scaling: factor, low_freq_factor, ...
+    norm: str = "pre"             # NORMS
+    norm_eps: float = 1e-6
+    qk_norm: bool = False         # RMSNorm with gain on every head's query and key
+    ffn: str = "swiglu"           # FFNS
+    ffn_bias: bool = False
+    tied_head: bool = False
+    # tokens: how a head spends its attention
+    normalizer: str = "softmax"   # softmax1.NORMALIZERS
+    null_init: float = 0.0        # first value of the learned null logit (normalizer="sink")
+    clip_gamma: float = -12 / 512
+    clip_zeta: float = 1.0
+    gate: str = "none"            # GATES
+    gate_init: float = 0.25       # initial opening of the bondarenko gate
+    # depth: how a sublayer reads the layers below
+    residual: str = "standard"    # RESIDUALS
+    depth_normalizer: str = "softmax"
+    depth_block: int = 0          # AttnRes: sublayers per block; 0 is full (every output a source)
+    coupling: bool = False        # token null mass lowers a branch's routing logit
+    coupling_detach: bool = False
+    router_init: str = "recent"   # OasisRouter: zero | recent | index
+    ledger_rank: int = 0          # 0: min(64, d/8)
+    ledger_gamma: float = 0.0     # share of the scratch stream in what is decoded
+    ledger_cap: float = 0.0       # largest token norm of the committed stream; 0: no cap
+    sparsity: float = 0.05        # weight of the commit penalty
+
+    def __post_init__(self):
+        self.n_kv_head = self.n_kv_head or self.n_head
+        self.head_dim = self.head_dim or self.d_model // self.n_head
+        if self.ffn == "none":
+            self.d_ff = 0
+        elif not self.d_ff:
+            self.d_ff = -(-8 * self.d_model // 3 // 64) * 64 if self.ffn == "swiglu" \
+                else 4 * self.d_model
+        self.ledger_rank = self.ledger_rank or max(1, min(64, self.d_model // 8))
+        self.validate()
+
+    @property
+    def n_sublayer(self) -> int:
+        """L: attention and feed-forward sublayers together."""
+        return self.n_layer * (1 if self.ffn == "none" else 2)
+
+    def validate(self):
+        for field, allowed in (("norm", NORMS), ("ffn", FFNS), ("gate", GATES),
+                               ("normalizer", NORMALIZERS), ("residual", RESIDUALS),
+                               ("depth_normalizer", NORMALIZERS),
+                               ("pos", ("rope", "learned", "none"))):
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"{field}={getattr(self, field)!r}: choose from "
+                                 f"{', '.join(allowed)}")
+        for field in ("vocab_size", "n_layer", "n_head", "n_kv_head", "head_dim", "d_model",
+                      "block_size"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_head={self.n_head} is no multiple of n_kv_head={self.n_kv_head}")
+        if self.pos == "rope" and self.head_dim % 2:
+            raise ValueError(f"rotary positions need an even head_dim, not {self.head_dim}")
+        if self.coupling and self.residual not in ("attnres", "oasis"):
+            raise ValueError(f"coupling needs a depth softmax (residual attnres or oasis), "
+                             f"not {self.residual}")
+        if self.sparsity < 0:
+            raise ValueError(f"sparsity={self.sparsity} must not be negative")
+
+
+# ---------------------------------------------------------------------------------------- parts
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * gain, rms(x) = sqrt(mean(x^2) + eps) over channels. (..., d) -> (..., d)."""
+
+    def __init__(self, width: int, eps: float = 1e-6):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)  # (..., d)
+
+
+class DynamicTanh(nn.Module):
+    """gain * tanh(alpha x) + bias: a norm that looks at no statistics [Spike 3.7]."""
+
+    def __init__(self, width: int, alpha: float):
+        super().__init__()
+        self.start = alpha
+        self.alpha = nn.Parameter(torch.tensor([alpha]))
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x):
+        return self.weight * torch.tanh(self.alpha * x) + self.bias                 # (..., d)
+
+
+def make_norm(config: Config, where: str) -> nn.Module:
+    """The norm in front of an attention ("attn") or feed-forward ("ffn") sublayer, on a sublayer's
+    output ("out"), or before the head ("final"), for each of NORMS [Spike 3.7]."""
+    if config.norm == "dyt" and where != "out":
+        return DynamicTanh(config.d_model, {"attn": 0.8, "ffn": 0.2, "final": 0.2}[where])
+    if where == "out" and config.norm not in ("sandwich", "sandwich-qk"):
+        return nn.Identity()
+    if where == "attn" and config.norm == "sandwich-qk":
+        return nn.Identity()                 # there the norm acts on queries and keys only
+    return RMSNorm(config.d_model, config.norm_eps)
+
+
+def rope_table(positions: torch.Tensor, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of position x frequency, fp32. positions (T,) or (B, T) -> (..., T, D/2).
+
+    Frequencies are theta^(-2i/D); Llama-3 scaling leaves short wavelengths alone, divides long
+    ones by `factor`, and blends between (config.json's `rope_scaling`, rope_type "llama3").
+    """
+    D = config.head_dim
+    exponent = torch.arange(0, D, 2, device=positions.device, dtype=torch.float32) / D
+    freq = config.rope_theta ** -exponent                                           # (D/2)
+    if config.rope_scaling:
+        s = config.rope_scaling
+        turns = s["original_max_position_embeddings"] * freq / (2 * math.pi)        # (D/2)
+        blend = (turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])
+        blend = blend.clamp(0, 1)                                                   # (D/2)
+        freq = blend * freq + (1 - blend) * freq / s["factor"]                      # (D/2)
+    angle = positions[..., None].float() * freq                                     # (..., T, D/2)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x, cos, sin):
+    """Rotary embedding on half-split pairs (x_i, x_{i + D/2}). x (B, H, T, D) -> (B, H, T, D)."""
+    a, b = x.chunk(2, dim=-1)                                                       # (B, H, T, D/2)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)                # (B, H, T, D)
+
+
+class KVCache:
+    """Keys and values of all tokens so far: one pair of buffers for each attention sublayer."""
+
+    def __init__(self, config: Config, batch: int, length: int, device=None, dtype=None):
+        shape = (config.n_layer, batch, config.n_kv_head, length, config.head_dim)
+        self.k = torch.empty(shape, device=device, dtype=dtype)                     # (n, B, G, S, D)
+        self.v = torch.empty(shape, device=device, dtype=dtype)                     # (n, B, G, S, D)
+        self.length = 0      # tokens held; Transformer.forward advances it
+
+    def append(self, i: int, k, v):
+        """Store (B, G, T, D) behind what is there; return all of it, (B, G, S, D) twice."""
+        end = self.length + k.shape[2]
+        self.k[i, :, :, self.length:end] = k
+        self.v[i, :, :, self.length:end] = v
+        return self.k[i, :, :, :end], self.v[i, :, :, :end]                         # (B, G, S, D)
+
+
+class Context(NamedTuple):
+    """What every sublayer of one forward pass shares."""
+    x0: torch.Tensor                    # token embeddings (B, T, d)
+    positions: torch.Tensor             # (T,) or, for padded batches, (B, T)
+    cos: torch.Tensor | None            # rotary tables
+    sin: torch.Tensor | None
+    mask: torch.Tensor | None           # keys that may be seen, bool (B, 1, 1, S)
+    cache: KVCache | None
+    record: Record | None
+
+
+def wanted(record: Record | None, name: str) -> bool:
+    """Does this recorder ask for `name`? One with an attribute `names` asks only for those."""
+    return record is not None and name in getattr(record, "names", (name,))
+
+
+class OutputGate(nn.Module):
+    """out * sigmoid(g), between a head's weighted sum and the output projection [Spike 3.7].
+
+    g is a linear map of the sublayer's input (channel: one value for each channel of each head,
+    head: one for each head, single: one; qiuzh20/gated_attention, arXiv 2505.06708), a parameter of
+    that shape (-static), a table over positions, a map of the token's embedding, or Bondarenko's:
+    each head reads its own slice of the input through D weights and a bias (arXiv 2306.12929).
+    """
+
+    def __init__(self, config: Config):
+        super().__init__()
+        H, D, d = config.n_head, config.head_dim, config.d_model
+        self.kind, self.opening = config.gate, config.gate_init
+        shape = {"head": (H, 1), "single": (1, 1)}.get(config.gate.removesuffix("-static"), (H, D))
+        self.shape = shape
+        if self.kind == "bondarenko":
+            if d != H * D:
+                raise ValueError("the bondarenko gate reads one slice of the input for each head: "
+                                 f"d_model={d} must be n_head x head_dim = {H * D}")
+            self.weight = nn.Parameter(torch.empty(H, D))
+            self.bias = nn.Parameter(torch.empty(H))
+        elif self.kind.endswith("-static"):
+            self.bias = nn.Parameter(torch.zeros(shape))
+        elif self.kind == "position":
+            self.table = nn.Parameter(torch.empty(config.block_size, H * D))
+        else:
+            self.map = nn.Linear(d, shape[0] * shape[1], bias=False)
+
+    def init_special(self):
+        if hasattr(self, "bias"):
+            p = self.opening
+            self.bias.fill_(math.log(p / (1 - p)) if self.kind == "bondarenko" else 0.0)
+
+    def forward(self, u, ctx: Context):
+        """u (B, T, d) -> opening in (0, 1), broadcastable to (B, T, H, D)."""
+        if self.kind.endswith("-static"):
+            return self.bias.sigmoid()                                              # (H|1, D|1)
+        if self.kind == "bondarenko":
+            heads = u.unflatten(-1, self.weight.shape)                              # (B, T, H, D)
+            g = (heads * self.weight).sum(-1, keepdim=True) + self.bias[:, None]    # (B, T, H, 1)
+            return g.sigmoid()                                                      # (B, T, H, 1)
+        if self.kind == "position":
+            return self.table[ctx.positions].sigmoid().unflatten(-1, self.shape)    # (.., T, H, D)
+        g = self.map(ctx.x0 if self.kind == "token" else u)                         # (B, T, H*D)
+        return g.sigmoid().unflatten(-1, self.shape)                                # (B, T, H|1, D|1)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped heads. Returns its output and the mass it left unspent."""
+
+    def __init__(self, config: Config, index: int):
+        super().__init__()
+        self.config, self.index = config, index
+        H, G, D, d = config.n_head, config.n_kv_head, config.head_dim, config.d_model
+        self.wq = nn.Linear(d, H * D, bias=False)
+        self.wk = nn.Linear(d, G * D, bias=False)
+        self.wv = nn.Linear(d, G * D, bias=False)
+        self.wo = nn.Linear(H * D, d, bias=False)
+        qk_norm = config.qk_norm or config.norm == "sandwich-qk"
+        self.q_norm = RMSNorm(D, config.norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(D, config.norm_eps) if qk_norm else nn.Identity()
+        sink = config.normalizer == "sink"
+        self.null_logit = nn.Parameter(torch.full((H,), config.null_init)) if sink else None
+        self.gate = OutputGate(config) if config.gate != "none" else None
+
+    def init_special(self):
+        if self.null_logit is not None:
+            self.null_logit.fill_(self.config.null_init)
+
+    def forward(self, u, ctx: Context, null=None):
+        """u (B, T, d) -> y (B, T, d), head-mean null mass (B, T)."""
+        c, D = self.config, self.config.head_dim
+        q = self.q_norm(self.wq(u).unflatten(-1, (-1, D))).transpose(1, 2)          # (B, H, T, D)
+        k = self.k_norm(self.wk(u).unflatten(-1, (-1, D))).transpose(1, 2)          # (B, G, T, D)
+        v = self.wv(u).unflatten(-1, (-1, D)).transpose(1, 2)                       # (B, G, T, D)
+        if ctx.cos is not None:
+            q, k = rotate(q, ctx.cos, ctx.sin), rotate(k, ctx.cos, ctx.sin)
+        if ctx.cache is not None:
+            k, v = ctx.cache.append(self.index, k, v)                               # (B, G, S, D)
+        how = dict(normalizer=c.normalizer, null_logit=self.null_logit, mask=ctx.mask,
+                   gamma=c.clip_gamma, zeta=c.clip_zeta)
+        out, null = attend(q, k, v, **how)                          # (B, H, T, D), (B, H, T)
+        gate = None
+        if self.gate is not None:
+            gate = self.gate(u, ctx)                                                # (B, T, H, D)
+            out = out * gate.transpose(-3, -2)                                      # (B, H, T, D)
+        if ctx.record is not None:
+            self.tell(ctx.record, q, k, v, out, null, gate, how)
+        y = self.wo(out.transpose(1, 2).flatten(-2))                                # (B, T, d)
+        return y, null.mean(1)                                                      # (B, T)
+
+    def tell(self, record: Record, q, k, v, out, null, gate, how):
+        """Report what one attention computed; only here is an attention matrix ever wanted."""
+        l = self.index * (1 if self.config.ffn == "none" else 2)
+        for name, x in (("q", q), ("k", k), ("v", v), ("head_out", out), ("null", null),
+                        ("gate", gate)):
+            if x is not None and wanted(record, name):
+                record(name, l, x)
+        if wanted(record, "attn_probs"):
+            record("attn_probs", l, attention_probs(q, k, **how)[0])                # (B, H, T, S)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU W_down[silu(W_gate u) * (W_up u)], GELU W_down[gelu(W_up u)], or linear W_down W_up u."""
+
+    def __init__(self, config: Config, l: int):
+        super().__init__()
+        self.l = l
+        d, F_, bias = config.d_model, config.d_ff, config.ffn_bias
+        self.kind = config.ffn
+        if self.kind == "swiglu":
+            self.w_gate = nn.Linear(d, F_, bias=bias)
+        self.w_up = nn.Linear(d, F_, bias=bias)
+        self.w_down = nn.Linear(F_, d, bias=bias)
+
+    def forward(self, u, ctx: Context, null=None):
+        """u (B, T, d) -> y (B, T, d); hands the newest attention's null mass on."""
+        z = self.w_up(u)                                                            # (B, T, F)
+        if self.kind == "swiglu":
+            z = F.silu(self.w_gate(u)) * z                                          # (B, T, F)
+        elif self.kind == "gelu":
+            z = F.gelu(z)                                                           # (B, T, F)
+        if wanted(ctx.record, "ffn_hidden"):
+            ctx.record("ffn_hidden", self.l, z)
+        return self.w_down(z), null                                                 # (B, T, d)
+
+
+class StandardResidual(nn.Module):
+    """The residual stream: the state is one tensor, every sublayer adds to it."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+
+    def start(self, x, record: Record | None = None):
+        return x                                                                    # (B, T, d)
+
+    def read(self, state, l: int):
+        return state                                                                # (B, T, d)
+
+    def write(self, state, l: int, u, y, null):
+        return state + y                                                            # (B, T, d)
+
+    def finish(self, state):
+        return state                                                                # (B, T, d)
+
+    def penalty(self, state):
+        return 0.0
+
+
+RESIDUALS = {"standard": StandardResidual, "ledger": Ledger, "hc2": HyperConnection2,
+             "delta": Delta, "attnres": AttnRes, "oasis": OasisRouter}
+
+
+# ---------------------------------------------------------------------------------- transformer
+
+class Transformer(nn.Module):
+    """Decoder-only transformer with an exchangeable token normaliser and residual."""
+
+    def __init__(self, config: Config, seed: int = 0):
+        super().__init__()
+        c = self.config = config
+        self.kinds = ["attn"] * c.n_layer if c.ffn == "none" else ["attn", "ffn"] * c.n_layer
+        self.embed = nn.Embedding(c.vocab_size, c.d_model)
+        if c.pos == "learned":
+            self.pos_embed = nn.Embedding(c.block_size, c.d_model)
+        self.norms = nn.ModuleList(make_norm(c, kind) for kind in self.kinds)
+        self.sublayers = nn.ModuleList(
+            Attention(c, self.kinds[:l].count("attn")) if kind == "attn" else FeedForward(c, l)
+            for l, kind in enumerate(self.kinds))
+        self.out_norms = nn.ModuleList(make_norm(c, "out") for _ in self.kinds)
+        self.residual = RESIDUALS[c.residual](c)
+        self.final_norm = make_norm(c, "final")
+        self.head = nn.Linear(c.d_model, c.vocab_size, bias=False)
+        if c.tied_head:
+            self.head.weight = self.embed.weight
+        self.grad_checkpoint = False
+        self.init_weights(seed)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int = 0):
+        """Initialise every parameter from (seed, its own name).
+
+        | parameters                       | value                                            |
+        |----------------------------------|--------------------------------------------------|
+        | matrices and embeddings          | N(0, 0.02^2)                                     |
+        | gains 1, biases and scalars      | as constructed (1 and 0)                         |
+        | a mechanism's own parameters     | its `init_special`, e.g. zero pseudo-queries     |
+
+        Because the generator is seeded by name, a weight that two architectures share starts equal
+        in both: arms of a study differ in their mechanism and in nothing else.
+        """
+        for name, p in self.named_parameters():
+            if p.ndim >= 2:
+                g = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
+                p.copy_(torch.empty(p.shape).normal_(0, 0.02, generator=g))
+            elif name.endswith("bias"):
+                p.zero_()
+        for module in self.modules():
+            if hasattr(module, "init_special"):
+                module.init_special()
+
+    def forward(self, tokens, targets=None, record: Record | None = None, *,
+                cache: KVCache | None = None, pad_mask=None):
+        """tokens (B, T) -> logits (B, T, V), loss.
+
+        loss is None without targets (B, T), else mean cross-entropy in nats (targets of -1 do not
+        count) plus the residual's penalty, whose value is kept in `self.aux`. record(name, l, x)
+        is called with each measured quantity. With a cache, T new tokens follow those it holds.
+        pad_mask (B, S), bool: False at left padding, over cached and new tokens.
+        """
+        ctx = self.context(tokens, record, cache, pad_mask)
+        state, null = self.residual.start(ctx.x0, record), None
+        for l in range(len(self.sublayers)):
+            h = self.residual.read(state, l)                                        # (B, T, d)
+            u, y, null = self.sublayer(l, h, ctx, null)                             # (B, T, d) x 2
+            state = self.residual.write(state, l, u, y, null)
+        x = self.residual.finish(state)                                             # (B, T, d)
+        logits = self.head(self.decode_norm(x, record))                             # (B, T, V)
+        if cache is not None:
+            cache.length += tokens.shape[1]
+        if targets is None:
+            return logits, None
+        penalty = self.residual.penalty(state)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        self.aux = penalty.detach() if torch.is_tensor(penalty) else penalty
+        return logits, loss + penalty
+
+    def sublayer(self, l: int, h, ctx: Context, null):
+        """Norm, sublayer, output norm, and the records in between: (B, T, d) -> u, y, null."""
+        if wanted(ctx.record, "stream") and l > 0:
+            ctx.record("stream", l - 1, h)          # the stream after sublayer l - 1
+        if self.grad_checkpoint and torch.is_grad_enabled():
+            u, y, null = checkpoint(self.compute, l, h, ctx, null, use_reentrant=False)
+        else:
+            u, y, null = self.compute(l, h, ctx, null)
+        for name, x in (("norm_out", u), ("sublayer_out", y)):
+            if wanted(ctx.record, name):
+                ctx.record(name, l, x)
+        return u, y, null
+
+    def compute(self, l: int, h, ctx: Context, null):
+        u = self.norms[l](h)                                                        # (B, T, d)
+        y, null = self.sublayers[l](u, ctx, null)                   # (B, T, d), (B, T)
+        y = self.out_norms[l](y)                                                    # (B, T, d)
+        if self.config.norm == "post":
+            y = y + (u - h)      # so h + y = u + f(u): the stream restarts from its normed self
+        return u, y, null
+
+    def decode_norm(self, x, record: Record | None):
+        """The final norm, with the last two records. (B, T, d) -> (B, T, d)."""
+        normed = self.final_norm(x)                                                 # (B, T, d)
+        L = len(self.sublayers)
+        for name, l, tensor in (("stream", L - 1, x), ("final_norm", L, normed)):
+            if wanted(record, name):
+                record(name, l, tensor)
+        return normed
+
+    def context(self, tokens, record, cache, pad_mask) -> Context:
+        """Positions, embeddings, rotary tables and key mask of one forward pass."""
+        B, T = tokens.shape
+        past = cache.length if cache is not None else 0
+        if pad_mask is None:
+            positions, mask = torch.arange(past, past + T, device=tokens.device), None  # (T,)
+        else:
+            positions = (pad_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -T:]       # (B, T)
+            mask = pad_mask[:, None, None, :]                                       # (B, 1, 1, S)
+        x0 = self.embed(tokens)                                                     # (B, T, d)
+        cos = sin = None
+        if self.config.pos == "learned":
+            if past + T > self.config.block_size:
+                raise ValueError(f"{past + T} tokens do not fit in block_size="
+                                 f"{self.config.block_size} learned positions")
+            x0 = x0 + self.pos_embed(positions)                                     # (B, T, d)
+        elif self.config.pos == "rope":
+            cos, sin = (t.unsqueeze(-3).to(x0.dtype)                                # (.., 1, T, D/2)
+                        for t in rope_table(positions, self.config))
+        if wanted(record, "embedding"):
+            record("embedding", 0, x0)
+        return Context(x0, positions, cos, sin, mask, cache, record)
+
+    # ------------------------------------------------------------------------------- accounting
+
+    def decay_groups(self) -> dict[str, list[str]]:
+        """Parameter names by weight decay. Matrices of the backbone decay; gains, biases, output
+        gates and everything that belongs to the residual (queries, gates, betas) do not: with no
+        gradient, decay alone would move a softplus bias from -5 to -0.7 in 100k steps."""
+        groups = {"decay": [], "no_decay": []}
+        for name, p in self.named_parameters():
+            free = name.startswith("residual.") or ".gate." in name or p.ndim < 2
+            groups["no_decay" if free else "decay"].append(name)
+        return groups
+
+    def count_params(self) -> dict[str, int]:
+        """True counts (a tied head counts once): total, embedding (with positions), mechanism."""
+        sizes = {name: p.numel() for name, p in self.named_parameters()}
+        part = lambda test: sum(n for name, n in sizes.items() if test(name))
+        return {"total": sum(sizes.values()),
+                "embedding": part(lambda n: n.startswith(("embed.", "pos_embed."))),
+                "mechanism": part(lambda n: n.startswith("residual.") or ".gate." in n
+                                  or n.endswith("null_logit"))}
+
+    def flops_per_token(self) -> int:
+        """Training FLOPs per token: 6 per weight of a matrix, 12 T d per attention (causal: half).
+        The PaLM paper's estimate (arXiv 2204.02311, appendix B); low-rank gates are in the weights."""
+        c = self.config
+        weights = sum(p.numel() for n, p in self.named_parameters()
+                      if p.ndim >= 2 and not n.startswith(("embed.", "pos_embed.")))
+        if c.tied_head:
+            weights += self.head.weight.numel()
+        return 6 * weights + 6 * c.n_layer * c.block_size * c.n_head * c.head_dim
+
+    # ------------------------------------------------------------------------------- generation
+
+    @torch.no_grad()
+    def generate(self, tokens, max_new_tokens: int, *, temperature: float = 1.0,
+                 top_k: int | None = None, pad_mask=None, stop_ids=(), generator=None):
+        """Continue tokens (B, T) by up to max_new_tokens: (B, T + new), with a key/value cache.
+
+        temperature 0 is greedy. pad_mask (B, T), bool, is False at left padding. A row that has
+        produced one of stop_ids repeats it; when all rows have, generation ends. Past block_size
+        the newest half block is encoded anew and goes on as the context.
+        Raises FloatingPointError, naming the token, when a logit is NaN.
+        """
+        block = self.config.block_size
+        done = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)  # (B,)
+        cache = None
+        for step in range(max_new_tokens):
+            full = cache is not None and cache.length >= block
+            if cache is None or full:
+                keep = block if not full else max(1, block // 2)
+                seen, mask = tokens[:, -keep:], None if pad_mask is None else pad_mask[:, -keep:]
+                cache = KVCache(self.config, len(tokens), block, tokens.device,
+                                self.embed.weight.dtype)
+                new, first = seen, tokens.shape[1] - seen.shape[1]
+            else:
+                new = tokens[:, -1:]                                                # (B, 1)
+                mask = None if pad_mask is None else pad_mask[:, first:]            # (B, S)
+            logits = self(new, cache=cache, pad_mask=mask)[0][:, -1].float()        # (B, V)
+            if logits.isnan().any():
+                raise FloatingPointError(f"NaN logits at generated token {step}")
+            chosen = sample(logits, temperature, top_k, generator)                  # (B,)
+            if stop_ids:
+                chosen = torch.where(done, tokens[:, -1], chosen)                   # (B,)
+                done |= torch.isin(chosen, torch.tensor(list(stop_ids), device=chosen.device))
+            tokens = torch.cat((tokens, chosen[:, None]), dim=1)                    # (B, T + 1)
+            if pad_mask is not None:
+                pad_mask = F.pad(pad_mask, (0, 1), value=True)                      # (B, T + 1)
+            if stop_ids and done.all():
+                break
+        return tokens
+
+    @classmethod
+    def from_pretrained(cls, path: str, **overrides) -> "Transformer":
+        """A model from a run folder or checkpoint of train.py. overrides replace Config fields that
+        leave every weight's shape and name alone; anything else is an error that names the tensors."""
+        return load_model(path, **overrides)[0]
+
+
+def sample(logits, temperature: float, top_k: int | None, generator=None):
+    """Draw one id a row. logits (B, V) -> (B,)."""
+    if temperature <= 0:
+        return logits.argmax(-1)                                                    # (B,)
+    if top_k is not None:
+        kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]              # (B, 1)
+        logits = logits.masked_fill(logits < kth, -math.inf)                        # (B, V)
+    probs = (logits / temperature).softmax(-1)                                      # (B, V)
+    return torch.multinomial(probs, 1, generator=generator)[:, 0]                   # (B,)
+
+
+# ---------------------------------------------------------------------------------- checkpoints
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read or does not fit, in one line."""
+
+
+def clean_state_dict(state: dict) -> dict:
+    """Strip the prefixes of torch.compile and DistributedDataParallel, in any order."""
+    def clean(name):
+        while name.startswith(("module.", "_orig_mod.")):
+            name = name.split(".", 1)[1]
+        return name
+    return {clean(name): tensor for name, tensor in state.items()}
+
+
+def save_checkpoint(path: str, payload: dict):
+    """Write tensors and plain Python to a temporary name, flush it to the disk, then rename it: at
+    every moment `path` is the last complete checkpoint, whatever kills the process."""
+    temporary = f"{path}.tmp"
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(payload, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:      # torch reports a full disk as a RuntimeError
+        if os.path.exists(temporary):
+            os.remove(temporary)
+        raise CheckpointError(f"could not write {path}: {error}; the previous checkpoint is kept") \
+            from error
+
+
+def load_checkpoint(path: str) -> dict:
+    """Read what save_checkpoint wrote. Nothing in the file is executed (weights_only)."""
+    if os.path.isdir(path):
+        path = os.path.join(path, "checkpoint.pt")
+    if not os.path.exists(path):
+        raise CheckpointError(f"no checkpoint at {path}")
+    try:
+        payload = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0][:120] if str(error) else type(error).__name__
+        raise CheckpointError(f"{path} is truncated or no checkpoint: {reason}") from error
+    if not isinstance(payload, dict) or not {"config", "model"} <= payload.keys():
+        raise CheckpointError(f"{path} is no checkpoint of this project (no config and model)")
+    return payload
+
+
+def config_from(saved: dict, **overrides) -> Config:
+    """Config from a checkpoint's dictionary; unknown fields are an error, not a guess."""
+    known = {f.name for f in dataclasses.fields(Config)}
+    unknown = sorted((saved.keys() | overrides.keys()) - known)
+    if unknown:
+        raise CheckpointError(f"unknown Config fields: {', '.join(unknown)}")
+    return Config(**{**saved, **overrides})
+
+
+def load_weights(model: Transformer, state: dict, path: str = "checkpoint"):
+    """Strict load that names what is missing, unexpected or misshapen."""
+    state, own = clean_state_dict(state), model.state_dict()
+    wrong = [f"missing {n}" for n in own if n not in state]
+    wrong += [f"unexpected {n}" for n in state if n not in own]
+    wrong += [f"{n} is {tuple(state[n].shape)}, not {tuple(own[n].shape)}" for n in own
+              if n in state and state[n].shape != own[n].shape]
+    if wrong:
+        raise CheckpointError(f"{path} does not fit the model: {'; '.join(wrong[:8])}"
+                              + (f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""))
+    model.load_state_dict(state)
+
+
+def load_model(path: str, **overrides) -> tuple[Transformer, dict]:
+    """(model, checkpoint) of a run folder or checkpoint file."""
+    payload = load_checkpoint(path)
+    model = Transformer(config_from(payload["config"], **overrides))
+    load_weights(model, payload["model"], path)
+    return model, payload
+
+
+# ------------------------------------------------------------------------------ presets and sizes
+
+_ROUTER = {"residual": "oasis"}
+PRESETS = {
+    "vanilla": {},
+    "suppress": {"qk_norm": True},
+    # Ledger Residuals (arXiv 2606.20743); hc2 and delta are its controls
+    "ledger": {"residual": "ledger", "sparsity": 0.05},
+    "ledger-hs": {"residual": "ledger", "sparsity": 0.3},
+    "hc2": {"residual": "hc2"},
+    "delta": {"residual": "delta"},
+    # other ways to spend attention, on the plain residual
+    "outeffhop": {"normalizer": "softmax1"},
+    "clip": {"normalizer": "clipped"},
+    "sparsemax": {"normalizer": "sparsemax"},
+    "entmax15": {"normalizer": "entmax15"},
+    "sink": {"normalizer": "sink"},
+    "gated": {"gate": "bondarenko"},
+    # Attention Residuals: Kimi's operator (arXiv 2603.15031)
+    "attnres": {"residual": "attnres"},
+    "attnres-block": {"residual": "attnres", "depth_block": 4},
+    # and OASIS' router (arXiv 2605.17887): its vanilla, the corners, and the full method
+    "attnres-oasis": _ROUTER,
+    "oasis-token": {**_ROUTER, "normalizer": "softmax1"},
+    "oasis-depth": {**_ROUTER, "depth_normalizer": "softmax1"},
+    "oasis-both": {**_ROUTER, "normalizer": "softmax1", "depth_normalizer": "softmax1"},
+    "oasis": {**_ROUTER, "normalizer": "softmax1", "depth_normalizer": "softmax1",
+              "coupling": True},
+    "oasis-clip": {**_ROUTER, "normalizer": "clipped"},
+    "oasis-gated": {**_ROUTER, "gate": "bondarenko"},
+    "oasis-sparsemax": {**_ROUTER, "normalizer": "sparsemax", "depth_normalizer": "sparsemax"},
+    "oasis-entmax15": {**_ROUTER, "normalizer": "entmax15", "depth_normalizer": "entmax15"},
+}
+
+_LEDGER_BACKBONE = {"pos": "learned", "ffn": "gelu", "ffn_bias": True, "tied_head": False}
+SIZES = {
+    "nano": {"n_layer": 4, "n_head": 2, "d_model": 128, "block_size": 256},
+    "micro": {"n_layer": 6, "n_head": 4, "d_model": 256, "block_size": 256},
+    "60m": {"n_layer": 10, "n_head": 8, "d_model": 768, "d_ff": 1536, "block_size": 1024},
+    "160m": {"n_layer": 12, "n_head": 12, "d_model": 768, "block_size": 1024, **_LEDGER_BACKBONE},
+    "290m": {"n_layer": 12, "n_head": 16, "d_model": 1024, "block_size": 1024, **_LEDGER_BACKBONE},
+}
