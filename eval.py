@@ -1,0 +1,751 @@
+"""Sinks, spikes and outliers, measured: one pass over the text, every number with its definition.
+
+Four things go wrong together in a trained transformer, and each has several published measures that
+disagree by an order of magnitude on one model. This file computes them side by side:
+
+    sink       a head spends its attention on the first token      ratio_gu, ratio_spike, mass
+    spike      one channel of one token is 1000 x the median       massive: value, place, life cycle
+    outlier    heavy tails that an 8-bit grid cannot hold          max infinity norm, kurtosis
+    structure  one channel dominates what the head decodes         persistence, BOS concentration
+
+and, for the cures, where the attention that is not spent goes (`null`), which layers a router
+reads (`depth`), and when a ledger commits (`structure.commit`).
+
+How: `model(tokens, record=probe)` hands each intermediate tensor to the probes as it is computed; a
+probe reduces it in fp32 and lets it go, so nothing of size layers x tokens x width is ever kept.
+Attention matrices are built only in a second pass over the first 64 tokens of every window: attention
+is causal, so that pass sees exactly what a context of 64 sees.
+
+Read first: the formulas, ten small functions; then one probe, `Sinks`; then `evaluate`.
+
+    python eval.py runs/NAME               metrics.json and figures/ in the run's folder
+    python eval.py runs/A runs/B           also one table (Markdown, CSV) and one figure
+
+Shapes: B sequences, T tokens, S keys, H heads, d width, L sublayers; l counts sublayers from 0
+(attention even, feed-forward odd), so the block number of arXiv 2603.05498 is l + 1.
+"""
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import warnings
+from collections import defaultdict
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from data.prepare import DataError, TokenFile, Windows, get_tokenizer
+
+EPSILON = 0.3          # a head whose first-token attention exceeds this is a sink head
+SINK_TOKENS = 64       # context of the sink measures [Gu 5.4, Spike 3.3]
+
+
+class EvalError(ValueError):
+    """A request that cannot be measured, in one line."""
+
+
+# ------------------------------------------------------------------------------------- formulas
+
+def sequence_kurtosis(x: torch.Tensor) -> torch.Tensor:
+    """Non-excess kurtosis over all entries of each sequence, sigma unbiased: a Gaussian has 3.
+
+    mean((x - mu)^4) / (sigma^4 + 1e-6) [OASIS 1.8; Bondarenko 5.3]. (B, ...) -> (B,).
+    """
+    x = x.flatten(1).float()                                                        # (B, N)
+    square = (x - x.mean(1, keepdim=True)).square()                                 # (B, N)
+    variance = square.sum(1) / max(1, x.shape[1] - 1)                               # (B)
+    return square.square().mean(1) / (variance.square() + 1e-6)                     # (B)
+
+
+def token_kurtosis(x: torch.Tensor) -> torch.Tensor:
+    """Excess kurtosis over the channels of each token: m4 / (m2^2 + 1e-8) - 3 [Ledger 2.8].
+    (..., d) -> (...)."""
+    x = x.float()
+    square = (x - x.mean(-1, keepdim=True)).square()                                # (..., d)
+    m2 = square.mean(-1)                                                            # (...)
+    return square.square().mean(-1) / (m2.square() + 1e-8) - 3                      # (...)
+
+
+def ratio_gu(probs: torch.Tensor, epsilon: float = EPSILON, k: int = 1) -> torch.Tensor:
+    """Is key k a sink? alpha_k = sum_{t >= k} A[t, k] / (T - k + 1) > epsilon [Gu 5.4].
+
+    k counts from 1 as in the paper. probs (B, H, T, T) -> 0 or 1, (B, H); the published ratio is
+    the mean over layers, heads and sequences.
+    """
+    alpha = probs.float()[..., k - 1:, k - 1].mean(-1)                              # (B, H)
+    return (alpha > epsilon).float()                                                # (B, H)
+
+
+def ratio_spike(probs: torch.Tensor, epsilon: float = EPSILON) -> torch.Tensor:
+    """Has the head any sink in the first half? max_{k <= T/2} sum_t A[t, k] / T > epsilon.
+
+    [Spike 3.3]: always divided by T, so early keys, which more queries can see, are favoured.
+    probs (B, H, T, T) -> 0 or 1, (B, H).
+    """
+    T = probs.shape[-1]
+    alpha = probs.float().sum(-2) / T                                               # (B, H, T)
+    return (alpha[..., :max(1, T // 2)].amax(-1) > epsilon).float()                 # (B, H)
+
+
+def first_token_mass(probs: torch.Tensor) -> torch.Tensor:
+    """Mean attention that the queries t >= 1 pay to position 0; query 0 has no choice.
+    probs (B, H, T, T) -> (B, H)."""
+    return probs.float()[..., 1:, 0].mean(-1)                                       # (B, H)
+
+
+def max_median(M: torch.Tensor) -> torch.Tensor:
+    """Largest over median channel, max_d M / (median_d M + 1e-6) [Ledger 2.8]. (..., d) -> (...)."""
+    return M.amax(-1) / (M.median(-1).values + 1e-6)                                # (...)
+
+
+def structure_of(M: torch.Tensor, M0: torch.Tensor) -> dict:
+    """How one channel dominates a stream over depth [Ledger 2.8].
+
+    M[l, d] is the mean of |x| after sublayer l over sequences and positions, M0 that of position 0
+    alone; both (L, d). dominant_dim is the argmax of M averaged over depth; persistence the share of
+    sublayers in which it is the largest channel; peak_layer where it peaks; bos_concentration
+    M0 / M there. (Position 0, not necessarily a BOS token.) peak_ratio = max_l max_median(M[l]).
+    """
+    dim = int(M.mean(0).argmax())
+    peak = int(M[:, dim].argmax())
+    return {"dominant_dim": dim,
+            "persistence": (M.argmax(1) == dim).double().mean().item(),
+            "peak_layer": peak,
+            "peak_ratio": max_median(M).max().item(),
+            "bos_concentration": (M0[peak, dim] / (M[peak, dim] + 1e-6)).item()}
+
+
+def find_steps(trace, share: float = 0.25) -> tuple[list[int], list[int]]:
+    """Step-up and step-down sublayers of a spike [Spike 3.4].
+
+    trace: L + 1 signed values of the spike's channel at its token; [0] is the embedding, [l + 1]
+    follows sublayer l. Rule: |value| rises, or falls, by at least `share` of its peak across the
+    sublayer. A quarter, because models share the step between two sublayers (Qwen2.5: 8 and 10).
+    """
+    size = np.abs(np.asarray(trace, dtype=np.float64))
+    jump, bar = np.diff(size), share * size.max()
+    up, down = np.flatnonzero(jump >= bar), np.flatnonzero(jump <= -bar)
+    return (up.tolist(), down.tolist()) if bar > 0 else ([], [])
+
+
+def entropy(p: torch.Tensor, dim: int = 0) -> torch.Tensor:
+    """-sum p log p in nats, with 0 log 0 = 0."""
+    return -torch.xlogy(p, p).sum(dim)
+
+
+# --------------------------------------------------------------------------------------- probes
+#
+# A probe has `names` (what it wants to see), is called with every such tensor, and has a `result`;
+# with `short`, it is shown the first 64 tokens of each window only.
+
+class Fan:
+    """Hands each recorded tensor to the probes that want it; a model computes nothing else."""
+
+    def __init__(self, *probes):
+        self.probes = probes
+        self.names = set().union(*(probe.names for probe in probes))
+
+    def __call__(self, name: str, l: int, x: torch.Tensor):
+        for probe in self.probes:
+            if name in probe.names:
+                probe(name, l, x)
+
+
+class Means:
+    """Running means in fp64 on the host, by key."""
+
+    def __init__(self):
+        self.total, self.count = defaultdict(float), defaultdict(int)
+
+    def add(self, key, x: torch.Tensor, over: int | tuple = 0):
+        """Average x over its axes `over`, and over all calls."""
+        over = (over,) if isinstance(over, int) else over
+        self.total[key] = self.total[key] + x.float().sum(over).cpu().double()
+        self.count[key] += math.prod(x.shape[axis] for axis in over)
+
+    def __getitem__(self, key) -> torch.Tensor:
+        return self.total[key] / max(1, self.count[key])
+
+    def __contains__(self, key) -> bool:
+        return key in self.total
+
+    def depth(self, *prefix) -> list[int]:
+        """The sublayers l for which the key (*prefix, l) was seen, in order."""
+        return sorted(key[-1] for key in self.total if key[:-1] == prefix)
+
+    def stack(self, *prefix) -> torch.Tensor:
+        """Means of all sublayers under a prefix, (L, ...)."""
+        return torch.stack([self[(*prefix, l)] for l in self.depth(*prefix)])
+
+
+class Sinks:
+    """Attention sinks, three ways, from attention matrices of at most 64 tokens [5.4, 3.3]."""
+
+    names, short = {"attn_probs"}, True
+
+    def __init__(self, epsilon: float = EPSILON):
+        self.epsilon, self.mean, self.T = epsilon, Means(), 0
+
+    def __call__(self, name, l, probs):
+        self.T = probs.shape[-1]
+        self.mean.add(("gu", l), ratio_gu(probs, self.epsilon))
+        self.mean.add(("spike", l), ratio_spike(probs, self.epsilon))
+        if self.T > 1:
+            self.mean.add(("first", l), first_token_mass(probs))
+
+    def result(self) -> dict:
+        """Ratios are shares of (layer, head, sequence); per_head is first-token mass, layers x H."""
+        first = self.mean.stack("first") if self.T > 1 else None
+        return {"ratio_gu": self.mean.stack("gu").mean().item(),
+                "ratio_spike": self.mean.stack("spike").mean().item(),
+                "first_token_mass": None if first is None else first.mean().item(),
+                "epsilon": self.epsilon, "T": self.T,
+                "layers": self.mean.depth("gu"),
+                "per_head": None if first is None else first.tolist()}
+
+
+def decoded(seen) -> str:
+    """The stream that the head reads: the committed one if there is one, else the residual."""
+    return "committed" if any("committed" in key for key in seen) else "stream"
+
+
+class Spikes:
+    """Massive activations [Sun 5.5] and spikes [Spike 3.3] of a stream: how large, where, how many."""
+
+    names = {"stream", "scratch", "committed"}
+    keep = 8                # largest (position, channel) pairs remembered for each sublayer
+
+    def __init__(self):
+        self.mean, self.peak, self.top = Means(), {}, defaultdict(dict)
+        self.seen = defaultdict(int)        # sequences, by (name, l)
+
+    def __call__(self, name, l, x):
+        a, key = x.float().abs(), (name, l)                                         # (B, T, d)
+        B, T, d = a.shape
+        flat = a.flatten(1)                                                         # (B, T*d)
+        median, (largest, where) = flat.median(1).values, flat.max(1)               # (B)
+        massive = (flat > 100) & (flat >= 1000 * median[:, None])                   # (B, T*d)
+        self.mean.add(("massive", *key), massive.sum(1))
+        norm = a.norm(dim=-1)                                                       # (B, T)
+        self.mean.add(("first", *key), norm[:, 0])
+        self.mean.add(("rest", *key), norm[:, 1:], over=(0, 1))
+        b = int(largest.argmax())
+        found = (largest[b].item(), median[b].item(), self.seen[key] + b, *divmod(int(where[b]), d))
+        self.peak[key] = max(self.peak.get(key, found), found)
+        self.remember(key, *a.max(0), d)
+        self.seen[key] += B
+
+    def remember(self, key, size, row, d: int):
+        """Keep the largest (position, channel) pairs; each counts once, whatever the sequence."""
+        size, where = size.flatten().topk(min(self.keep, size.numel()))
+        top = self.top[key]
+        for value, i in zip(size.tolist(), where.tolist()):
+            found = (value, self.seen[key] + int(row.flatten()[i]))
+            top[divmod(i, d)] = max(top.get(divmod(i, d), found), found)
+        self.top[key] = dict(sorted(top.items(), key=lambda item: -item[1][0])[:self.keep])
+
+    def result(self, tokens: torch.Tensor, name: str | None = None) -> dict | None:
+        """For the decoded stream (or `name`). tokens: the ids that were shown, (n, T).
+
+        max: largest |x| after any sublayer, on any token; median: of |x| over the T x d hidden state
+        in which it lies; ratio: max / median. count_sun: entries with |x| > 100 and >= 1000 x the
+        median, per sequence, at the maximum's sublayer. position0_ratio: mean norm at position 0
+        over the mean norm elsewhere, for each sublayer. top: the largest (position, channel) there.
+        """
+        name = name or decoded(self.peak)
+        layers = sorted(l for n, l in self.peak if n == name)
+        if not layers:
+            return None
+        layer = max(layers, key=lambda l: self.peak[name, l][0])
+        value, median, sequence, position, dim = self.peak[name, layer]
+        ratio = [(self.mean["first", name, l] / self.mean["rest", name, l]).item() for l in layers]
+        top = [{"value": v, "token": int(tokens[n, p]), "position": p, "dim": c, "sequence": n}
+               for (p, c), (v, n) in self.top[name, layer].items()]
+        return {"channel": name, "max": value, "median": median, "ratio": value / (median + 1e-12),
+                "count_sun": self.mean["massive", name, layer].item(), "layer": layer,
+                "position": position, "dim": dim, "sequence": sequence,
+                "token": int(tokens[sequence, position]),
+                "position0_ratio": ratio, "position0_peak": max(ratio), "top": top}
+
+
+class Outliers:
+    """Max infinity norm, three readings, and kurtosis [OASIS 1.8], over the paper's hooks.
+
+    Hooks: final norm, and for each layer the stream it hands on, the feed-forward's output, both
+    pre-norms' outputs and the attention's output projection (with sandwich norms: after that norm).
+    """
+
+    names = {"final_norm", "stream", "sublayer_out", "norm_out"}
+
+    def __init__(self, kinds: list[str]):
+        self.kinds, self.mean = kinds, Means()
+        self.layer_end = [l for l in range(len(kinds)) if kinds[l + 1:l + 2] != ["ffn"]]
+
+    def __call__(self, name, l, x):
+        if name == "stream" and l not in self.layer_end:
+            return
+        self.mean.add(("inf", name, l), x.float().abs().flatten(1).amax(1))         # (B)
+        self.mean.add(("kurtosis", name, l), sequence_kurtosis(x))                  # (B)
+
+    def result(self) -> tuple[dict, dict]:
+        """(max_inf_norm, kurtosis): per sequence, averaged over sequences, then the maximum of the
+        infinity norm, or the mean of the kurtosis, over hooks."""
+        inf = {key[1:]: self.mean[key].item() for key in self.mean.total if key[0] == "inf"}
+        kurt = {key[1:]: self.mean[key].item() for key in self.mean.total if key[0] != "inf"}
+        largest = max(inf, key=inf.get)
+        ffn = [v for (name, l), v in inf.items() if name == "sublayer_out" and self.kinds[l] == "ffn"]
+        return ({"all_hooks": inf[largest], "at": list(largest),
+                 "layer_outputs": max(v for (name, l), v in inf.items() if name == "stream"),
+                 "ffn_outputs": max(ffn, default=None)},
+                {"sequence": float(np.mean(list(kurt.values())))})
+
+
+class Channels:
+    """Size and shape of every stream after every sublayer [Ledger 2.8], raw and at unit rms.
+
+    Controls for what accumulation alone does to persistence: the commit increment, and the running
+    sum of the stream that sublayers write to, with no gate.
+    """
+
+    names = {"stream", "scratch", "committed", "commit_increment"}
+
+    def __init__(self):
+        self.mean, self.sum = Means(), None
+
+    def __call__(self, name, l, x):
+        x = x.float()
+        if name == "commit_increment":
+            return self.profile("increment", l, x)
+        if name in ("stream", "scratch"):
+            self.accumulate(name, l, x)
+        if name == "stream" and ("M", "committed", l) in self.mean:
+            return                          # read by no head: it is scratch and committed mixed
+        self.profile(name, l, x)
+        self.profile(name + " unit", l, F.normalize(x, dim=-1) * x.shape[-1] ** 0.5)
+        self.shape_of(name, l, x)
+
+    def profile(self, name, l, x):
+        """M and M0 of `structure_of`."""
+        self.mean.add(("M", name, l), x.abs(), over=(0, 1))
+        self.mean.add(("M0", name, l), x[:, 0].abs())
+
+    def shape_of(self, name, l, x):
+        a = x.abs()                                                                 # (B, T, d)
+        median = a.median(-1, keepdim=True).values                                  # (B, T, 1)
+        for stat, value in (("norm", x.norm(dim=-1)), ("absmax", a.amax(-1)),
+                            ("max_median", a.amax(-1) / (median[..., 0] + 1e-6)),
+                            ("kurtosis", token_kurtosis(x)),
+                            ("dims_50x", (a >= 50 * median).sum(-1)),
+                            ("dims_massive", ((a > 100) & (a >= 1000 * median)).sum(-1))):
+            self.mean.add((stat, name, l), value, over=(0, 1))                      # (B, T)
+
+    def accumulate(self, name, l, x):
+        if name == "stream" and ("M", "scratch", l) in self.mean:
+            return
+        self.sum = x if l == 0 else self.sum + x                                    # (B, T, d)
+        self.profile("running", l, self.sum)
+
+    def layer(self, name: str, l: int) -> dict | None:
+        """Means over tokens: L2 norm, absmax, max / median, excess kurtosis over channels, channels
+        at 50 x the median, massive channels; feat_maxmed is max / median of the mean profile M."""
+        if ("M", name, l) not in self.mean:
+            return None
+        stats = ("norm", "absmax", "max_median", "kurtosis", "dims_50x", "dims_massive")
+        return {**{stat: self.mean[stat, name, l].item() for stat in stats},
+                "feat_maxmed": max_median(self.mean["M", name, l]).item()}
+
+    def structure(self, name: str) -> dict | None:
+        """structure_of for a stream, and again with every token scaled to rms 1: under a scale-free
+        final norm the size of a token is a free gauge, its direction is not [Ledger 2.8]."""
+        if ("M", name, 0) not in self.mean:
+            return None
+        raw = structure_of(self.mean.stack("M", name), self.mean.stack("M0", name))
+        if ("M", name + " unit", 0) in self.mean:
+            unit = structure_of(self.mean.stack("M", name + " unit"),
+                                self.mean.stack("M0", name + " unit"))
+            raw |= {f"{key}_unit_rms": unit[key] for key in ("persistence", "bos_concentration")}
+        return raw
+
+    def result(self, kinds: list[str]) -> tuple[dict, dict]:
+        """(parts of `outliers`, `structure` without the gates)."""
+        name = decoded(self.mean.total)
+        layers = [{"layer": l, "kind": kind, **self.layer(name, l),
+                   "scratch": self.layer("scratch", l)} for l, kind in enumerate(kinds)]
+        outliers = {"feat_maxmed": max(entry["feat_maxmed"] for entry in layers),
+                    "token_excess": float(np.mean([entry["kurtosis"] for entry in layers])),
+                    "per_layer": layers}
+        return outliers, {"channel": name, "decoded": self.structure(name),
+                          "scratch": self.structure("scratch"),
+                          "controls": {"increment": self.structure("increment"),
+                                       "running_sum": self.structure("running")}}
+
+
+class Commits:
+    """When a ledger commits: gates c_l, and their profile c_l / sum c, blind to a common factor."""
+
+    names = {"commit_gate"}
+
+    def __init__(self, n_sublayer: int):
+        self.last, self.mean, self.gates = n_sublayer - 1, Means(), []
+
+    def __call__(self, name, l, c):
+        self.gates = self.gates[:l] + [c.float()]                                   # (B, T) each
+        self.mean.add(("gate", l), c, over=(0, 1))
+        if l == self.last:
+            c = torch.stack(self.gates)                                             # (L, B, T)
+            share = c / (c.sum(0) + 1e-12)                                          # (L, B, T)
+            self.mean.add("share", share, over=(1, 2))
+            self.mean.add("entropy", entropy(share), over=(0, 1))
+
+    def result(self) -> dict | None:
+        """entropy: of the relative profile over depth, per token, in nats (uniform: log L). last_share
+        near 1 means that the ledger has become an ordinary residual stream [Ledger 2.8]."""
+        if not self.gates:
+            return None
+        share, gate = self.mean["share"], self.mean.stack("gate")
+        return {"mean": gate.mean().item(), "per_layer": gate.tolist(),
+                "relative_profile": share.tolist(), "last_share": share[-1].item(),
+                "entropy": self.mean["entropy"].item(), "entropy_uniform": math.log(len(share))}
+
+
+class Depth:
+    """How a router over layers spends its weights, at every site that has a choice.
+
+    max_weight is OASIS' collapse measure C: the largest routing weight, averaged over sites and
+    tokens. entropy: of the whole routing distribution, its null option included, in nats; entropy
+    relative: divided by the log of the number of options. [OASIS 1.8, D.4]
+    """
+
+    names = {"depth_weights", "depth_null", "depth_beta", "depth_recency", "psi"}
+
+    def __init__(self):
+        self.mean, self.scalar = Means(), defaultdict(dict)
+
+    def __call__(self, name, l, x):
+        if name in ("depth_beta", "depth_recency"):
+            self.scalar[name][l] = float(x)
+        elif name != "depth_weights":
+            self.mean.add((name, l), x, over=(0, 1))                                # (B, T)
+        else:
+            w = x.float()                                                           # (n, B, T)
+            null = (1 - w.sum(0)).clamp(min=0)                                      # (B, T)
+            self.mean.add(("weights", l), w, over=(1, 2))
+            self.mean.add(("max", l), w.amax(0), over=(0, 1))
+            self.mean.add(("entropy", l), entropy(w) + torch.special.entr(null), over=(0, 1))
+
+    def result(self) -> dict | None:
+        """weights: for each site, the mean weight of each candidate, the embedding first."""
+        sites = self.mean.depth("weights")
+        if not sites:
+            return None
+        weights = {l: self.mean["weights", l].tolist() for l in sites}
+        chosen = [l for l in sites if len(weights[l]) > 1] or sites
+        average = lambda key: float(np.mean([self.mean[key, l].item() for l in chosen]))
+        values = lambda key: [self.mean[key, l].item() for l in self.mean.depth(key)]
+        relative = [self.mean["entropy", l].item() / math.log(max(2, len(weights[l])))
+                    for l in chosen]
+        return {"max_weight": average("max"), "entropy": average("entropy"),
+                "entropy_relative": float(np.mean(relative)), "null_mass": average("depth_null"),
+                "sites": sites, "weights": list(weights.values()),
+                "max_weight_per_site": values("max"), "null_per_site": values("depth_null"),
+                "psi_per_layer": values("psi"),
+                "beta": list(self.scalar["depth_beta"].values()) or None,
+                "recency": list(self.scalar["depth_recency"].values()) or None}
+
+
+class Nulls:
+    """The attention that heads leave unspent, per layer and head; 0 wherever softmax sums to one."""
+
+    names = {"null"}
+
+    def __init__(self):
+        self.mean = Means()
+
+    def __call__(self, name, l, null):
+        self.mean.add(("null", l), null, over=(0, 2))                               # (B, H, T)
+
+    def result(self) -> dict:
+        per_head = self.mean.stack("null")                                          # (layers, H)
+        return {"token_mass": per_head.mean().item(), "layers": self.mean.depth("null"),
+                "per_head": per_head.tolist()}
+
+
+class NoOps:
+    """OASIS' no-op probe [OASIS 1.8, D.4]: where a head adds next to nothing, where does it look?
+
+    A (head, query) is nearly a no-op if the norm of its output, before the output projection, is below
+    a quantile pooled over all layers, heads, queries and sequences. Queries 0 to 3 are left out:
+    all they can see are sink tokens. The claim: without a null, no-ops force mass on the sink.
+    """
+
+    names, short = {"head_out", "attn_probs", "null"}, True
+    first = 4
+
+    def __init__(self, quantile: float = 0.1):
+        self.quantile, self.seen = quantile, defaultdict(list)
+
+    def __call__(self, name, l, x):
+        x = x.float()[:, :, self.first:]                                            # (B, H, T-4, .)
+        kept = {"head_out": lambda: {"norm": x.norm(dim=-1)}, "null": lambda: {"null": x},
+                "attn_probs": lambda: {"sink": x[..., 0],
+                                       "sink4": x[..., :self.first].sum(-1)}}[name]()
+        for key, value in kept.items():                                             # (B, H, T-4)
+            self.seen[key].append(value.flatten().cpu().numpy())
+
+    def result(self) -> dict | None:
+        """Mean mass on position 0, on positions 0 to 3, and on the null: at no-ops, and elsewhere."""
+        if not self.seen["norm"] or not self.seen["norm"][0].size:
+            return None
+        x = {key: np.concatenate(parts).astype(np.float64) for key, parts in self.seen.items()}
+        bar = float(np.quantile(x["norm"], self.quantile))
+        low = x["norm"] <= bar
+        rest = low if low.all() else ~low
+        return {"quantile": self.quantile, "norm_below": bar,
+                **{f"{key}_{where}": float(x[key][mask].mean()) for key in ("sink", "sink4", "null")
+                   for where, mask in (("noop", low), ("rest", rest))}}
+
+
+class Posteriors:
+    """E = sum q log q, the negative entropy of reading token j through layer i, q = alpha_i p_i(j):
+    depth weight times that layer's token attention, a head's at a time [OASIS 1.8, D.4].
+
+    The embedding attends to nothing but itself; a feed-forward source shares its layer's attention,
+    as it does psi. Sources that mix several layers (block AttnRes) have no p_i and are left out.
+    """
+
+    names, short = {"attn_probs", "depth_weights"}, True
+
+    def __init__(self, kinds: list[str]):
+        self.kinds, self.mean, self.attention, self.writing = kinds, Means(), [], False
+
+    def __call__(self, name, l, x):
+        if name == "attn_probs":
+            self.attention = self.attention if l else []
+            p = x.float()                                                           # (B, H, T, S)
+            self.attention.append((p.sum(-1).mean(1), entropy(p, -1).mean(1)))      # (B, T) x 2
+            return
+        self.writing |= l == 0          # OASIS routes after a sublayer, Kimi before the next one
+        layer = [self.kinds[:i + 1].count("attn") - 1 for i in range(len(self.kinds))]
+        owner = layer[:l]                                       # Kimi: one source per sublayer
+        if self.writing:                                        # OASIS: finished layers, then this
+            owner = [*range(layer[l]), *[layer[l]] * (len(x) - 1 - layer[l])]
+        if len(owner) + 1 == len(x) > 1:
+            w = x.float()                                                           # (n, B, T)
+            E = torch.xlogy(w, w).sum(0)                                            # (B, T)
+            for i, a in enumerate(owner, start=1):
+                mass, spread = self.attention[a]                                    # (B, T)
+                E = E + torch.xlogy(w[i], w[i]) * (mass - 1) - w[i] * spread        # (B, T)
+            self.mean.add("E", E, over=(0, 1))
+
+    def result(self) -> float | None:
+        return self.mean["E"].item() if "E" in self.mean else None
+
+
+# ------------------------------------------------------------------------------------- evaluate
+
+def unwrap(model):
+    """The Transformer inside torch.compile and DistributedDataParallel: records need its Python."""
+    while hasattr(model, "_orig_mod") or hasattr(model, "module"):
+        model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
+    return model
+
+
+@contextlib.contextmanager
+def evaluating(model):
+    """Evaluation mode and no gradients; afterwards every module's mode is what it was."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+class Given:
+    """Windows that are already cut, an (N, T + 1) array of ids; the counts are data's Sequential's."""
+
+    n_words = None
+
+    def __init__(self, rows, batch_size: int, tokenizer=None):
+        self.rows = torch.as_tensor(np.asarray(rows).astype(np.int64))              # (N, T + 1)
+        self.batch_size, self.tokenizer = batch_size, tokenizer
+        self.n_targets = self.rows[:, 1:].numel()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self):
+        for rows in self.rows.split(self.batch_size):
+            yield rows[:, :-1], rows[:, 1:]
+
+    @property
+    def n_bytes(self) -> int:
+        if self.tokenizer is None:
+            raise DataError("counting bytes needs a tokenizer")
+        tok = get_tokenizer(self.tokenizer) if isinstance(self.tokenizer, str) else self.tokenizer
+        return int(np.asarray(tok.token_bytes())[self.rows[:, 1:].numpy()].sum())
+
+
+def open_windows(model, tokens, *, T=None, n_sequences=64, batch_size=8, bos_policy="none",
+                 tokenizer=None, bos=None, eot=None):
+    """Whatever evaluate accepts -> iterable of (x, y) batches that knows its counts."""
+    vocab, block = model.config.vocab_size, model.config.block_size
+    if isinstance(tokens, TokenFile) and tokens.vocab_size > vocab:
+        raise EvalError(f"{tokens.path} has a vocabulary of {tokens.vocab_size}, the model of {vocab}")
+    if min(1 if T is None else T, n_sequences, batch_size) < 1:
+        raise EvalError("T, n_sequences and batch_size must be at least 1")
+    if T is not None and T > block and model.config.pos == "learned":
+        raise EvalError(f"T={T} is longer than the model's {block} learned positions")
+    if not isinstance(tokens, TokenFile):
+        tokens = np.asarray(tokens)
+    if getattr(tokens, "ndim", 1) == 2:
+        T = min(T or block, tokens.shape[1] - 1)
+        if T < 1 or not len(tokens):
+            raise EvalError(f"no windows to evaluate in an array of shape {tokens.shape}")
+        windows = Given(tokens[:n_sequences, :T + 1], batch_size, tokenizer)
+    else:
+        windows = Windows(tokens, T or block, batch_size, bos_policy=bos_policy, bos=bos, eot=eot,
+                          tokenizer=tokenizer).sequential(n_sequences)
+    for x, y in windows:
+        low, top = min(x.min(), y.min()).item(), max(x.max(), y.max()).item()
+        if low < 0 or top >= vocab:
+            raise EvalError(f"token id {low if low < 0 else top} lies outside the model's "
+                            f"vocabulary of {vocab}")
+    return windows
+
+
+def summed_nll(logits: torch.Tensor, targets: torch.Tensor) -> float:
+    """Negative log-likelihood in nats, summed; one row at a time, for a vocabulary may be large."""
+    return sum(F.cross_entropy(row.float(), y, reduction="sum").item()
+               for row, y in zip(logits, targets))
+
+
+def measure_val(nll: float, windows) -> dict:
+    """Loss in nats per target; perplexities per token, word and byte, and bits per byte, of one sum.
+
+    Special ids (BOS, end of text) among the targets count for the loss but are no bytes of the
+    text: bits per byte = nll / (n_bytes ln 2). A uniform model of bytes has exactly 8. Words are
+    whitespace-separated. None where the tokenizer that would count is not at hand.
+    """
+    try:
+        n_bytes, n_words = windows.n_bytes, windows.n_words
+    except DataError:
+        n_bytes = n_words = None
+    per = lambda count: math.exp(min(nll / count, 700.0)) if count else None
+    return {"loss": nll / windows.n_targets, "token_ppl": per(windows.n_targets),
+            "word_ppl": per(n_words), "byte_ppl": per(n_bytes),
+            "bits_per_byte": nll / n_bytes / math.log(2) if n_bytes else None,
+            "n_targets": windows.n_targets, "n_bytes": n_bytes, "n_words": n_words}
+
+
+def measure_steps(model, tokens: torch.Tensor, channel: str, position: int, dim: int) -> dict:
+    """The life of one spike: its signed value after every sublayer, and `find_steps` of it.
+
+    tokens (T,): the sequence in which it is largest. Values before the first sublayer: the
+    embedding's, or 0 for a committed stream, which starts empty. Step-down sublayers write the
+    opposite sign.
+    """
+    trace = {-1: 0.0}
+
+    def record(name, l, x):
+        trace[-1 if name == "embedding" else l] = x[0, position, dim].item()
+
+    record.names = {channel} if channel == "committed" else {channel, "embedding"}
+    model(tokens[None].to(model.embed.weight.device), record=record)
+    values = [trace[l] for l in sorted(trace)]
+    up, down = find_steps(values)
+    return {"step_up": up, "step_down": down, "trace": values}
+
+
+def run_passes(model, windows, probes, progress: bool = False):
+    """Show the windows to the probes: whole, and their first 64 tokens. -> summed nll, ids (n, T)."""
+    whole = Fan(*(probe for probe in probes if not hasattr(probe, "short")))
+    short = Fan(*(probe for probe in probes if hasattr(probe, "short")))
+    device, shown, nll, count = model.embed.weight.device, [], 0.0, 0
+    batches = -(-len(windows) // windows_batch(windows))
+    for x, y in tqdm(windows, "evaluate", batches, disable=not progress, leave=False):
+        shown.append(x)
+        x, y = x.to(device), y.to(device)                                           # (B, T)
+        nll += summed_nll(model(x, record=whole)[0], y)
+        model(x[:, :SINK_TOKENS], record=short)
+        count += y.numel()
+    assert count == windows.n_targets, f"{count} targets were scored, not {windows.n_targets}"
+    return nll, torch.cat(shown)
+
+
+def windows_batch(windows) -> int:
+    return windows.batch_size if isinstance(windows, Given) else windows.windows.batch_size
+
+
+def describe(model, tokens, windows, shown, bos_policy: str, bos) -> dict:
+    """The protocol: everything that must be known to compare the numbers with other numbers."""
+    weight, is_file = model.embed.weight, isinstance(tokens, TokenFile)
+    bos = tokens.bos if bos is None and is_file else bos
+    given = isinstance(windows, Given)
+    n, T = shown.shape
+    policy = "as given" if given else bos_policy
+    double = 0 if bos is None or T < 2 else int((shown[:, :2] == bos).all(1).sum())
+    if double:
+        warnings.warn(f"{double} of {n} windows begin with two BOS ids", stacklevel=3)
+    source = tokens.source if is_file else "array"
+    return {"torch": torch.__version__, "device": str(weight.device), "dtype": str(weight.dtype)[6:],
+            "config": dataclasses.asdict(model.config), "n_params": model.count_params()["total"],
+            "data": source, "data_sha256": tokens.sha256 if is_file else None,
+            "tokenizer": tokens.tokenizer if is_file else None,
+            "T": T, "n_sequences": n, "bos_policy": policy, "first_ids": shown[0, :8].tolist(),
+            "double_bos": double,
+            "text": f"{source}{f' ({tokens.split})' if is_file else ''}, {n} windows of {T} tokens "
+                    f"{'' if given else 'spread evenly, not overlapping, '}"
+                    f"BOS {policy}, every target scored once, context restarts in each window"}
+
+
+def evaluate(model, tokens, *, T: int | None = None, n_sequences: int = 64, batch_size: int = 8,
+             bos_policy: str = "none", protocol: dict | None = None, light: bool = False,
+             epsilon: float = EPSILON, tokenizer=None, bos: int | None = None,
+             eot: int | None = None, progress: bool = False) -> dict:
+    """Every metric of metrics.json for a model on a text; nested dict of plain Python.
+
+    tokens: a data.TokenFile, a 1-d array or tensor of ids (cut into windows of T, by default the
+    model's block_size), or an (N, T + 1) array of windows. tokenizer, bos, eot are the file's, or
+    may be given for arrays (bytes and words are counted only with a tokenizer). protocol: further
+    entries for the protocol. light: loss, `massive` and `sinks` only, for probes during training.
+    Deterministic, touches no random generator, leaves the model in the mode it was in.
+    Raises EvalError or DataError: ids outside the vocabulary, a text shorter than a window.
+    """
+    model = unwrap(model)
+    windows = open_windows(model, tokens, T=T, n_sequences=n_sequences, batch_size=batch_size,
+                           bos_policy=bos_policy, tokenizer=tokenizer, bos=bos, eot=eot)
+    kinds = model.kinds
+    spikes, sinks = Spikes(), Sinks(epsilon)
+    outliers, channels, commits = Outliers(kinds), Channels(), Commits(len(kinds))
+    depth, nulls, noops, posteriors = Depth(), Nulls(), NoOps(), Posteriors(kinds)
+    probes = [spikes, sinks] if light else \
+        [spikes, sinks, outliers, channels, commits, depth, nulls, noops, posteriors]
+    with evaluating(model):
+        nll, shown = run_passes(model, windows, probes, progress)
+        massive = spikes.result(shown)
+        if not light:
+            massive |= measure_steps(model, shown[massive["sequence"]], massive["channel"],
+                                     massive["position"], massive["dim"])
+            massive["scratch"] = spikes.result(shown, "scratch")
+    metrics = {"protocol": describe(model, tokens, windows, shown, bos_policy, bos)
+               | (protocol or {}), "val": measure_val(nll, windows),
+               "massive": massive, "sinks": sinks.result()}
+    if light:
+        return metrics
+    inf_norm, kurtosis = outliers.result()
+    sizes, structure = channels.result(kinds)
+    kurtosis["token_excess"] = sizes.pop("token_excess")
+    routing = depth.result()
+    return metrics | {
+        "outliers": {"max_inf_norm": inf_norm, "kurtosis": kurtosis, **sizes},
+        "structure": structure | {"commit": commits.result()},
+        "depth": routing and routing | {"negative_entropy": posteriors.result()},
+        "null": nulls.result() | {"no_op": noops.result()}}
