@@ -4,17 +4,23 @@
 
 Softmax must hand out a mass of one, so a head with nothing to say dumps it on a token that carries
 little: the attention sink. Softmax1 (s = 0; Miller 2023; OutEffHop, arXiv 2404.03828; OASIS, arXiv
-2605.17887) adds one more option, a null key with the fixed logit s and the value zero. Whatever falls
-on it is the null mass. A learned s per head is the sink logit of gpt-oss.
+2605.17887) offers one more option, a null key of logit s and value zero; what falls on it is the
+null mass. With s learned, one per head, it is the sink logit of gpt-oss.
 
 Read first: `softmax1` (the function), `attention_probs` (the reference, and the only place in the
-project that builds a T x S matrix), then `attend`, which every model calls.
+project that builds a T x S matrix), then `attend`, which every model calls. What comes between is
+the same function made fast. `python softmax1.py` checks every path and draws the idea.
 
 Legend: B batch, H query heads, Hkv key/value heads, T queries, S keys, D head size.
 """
 
+import argparse
 import functools
+import importlib.util
 import math
+import os
+import statistics
+import time
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +35,9 @@ NORMALIZERS = {
 }
 WITH_NULL_KEY = ("softmax1", "sink")
 IMPLS = ("auto", "eager", "sdpa", "cpu", "triton")
+UNREACHABLE = -1e20  # a null logit so low that only a row which sees nothing falls on it: softmax
+HIDDEN = -1e30       # the score of a hidden key on the fused paths: far lower still, yet finite
+TRITON = importlib.util.find_spec("triton") is not None  # asked, not imported: that takes a while
 
 
 # ---------------------------------------------------------------------------- the function itself
@@ -39,49 +48,48 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def _softmax_null(x: torch.Tensor, null_logit, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Softmax over `x` and one more logit with value zero -> (probabilities, null mass, kept dim).
+    """Softmax over `x` and one more logit of value zero -> probabilities, null mass (dim kept).
 
-    The shift m is the maximum over *all* logits, the null included: adding exp(0) after a shift by
-    the row maximum alone would be another function. null_logit = -inf is the plain softmax.
+    The shift m is the maximum over *all* logits, the null's included: adding exp(0) after a shift
+    by the maximum of the row alone would be another function.
     """
-    big = torch.finfo(x.dtype).max
-    x = x.clamp(max=big)  # an fp16 logit of 1e6 is +inf, and inf - inf is no number
-    s = torch.as_tensor(null_logit, dtype=x.dtype, device=x.device)
-    m = torch.maximum(x.amax(dim, keepdim=True), s).clamp(min=-big).detach()
+    x = x.clamp(max=torch.finfo(x.dtype).max)  # an fp16 logit of 1e6 is +inf; inf - inf is no number
+    s = torch.as_tensor(null_logit, dtype=x.dtype, device=x.device).clamp(min=UNREACHABLE)
+    m = torch.maximum(x.amax(dim, keepdim=True), s).detach()
     e, e_null = torch.exp(x - m), torch.exp(s - m)
-    total = (e.sum(dim, keepdim=True) + e_null).clamp(min=1)  # 0 only where nothing may be seen
+    total = e.sum(dim, keepdim=True) + e_null
     return e / total, e_null / total
 
 
 def softmax1(logits: torch.Tensor, dim: int = -1, null_logit=0.0) -> torch.Tensor:
-    """exp(x_j) / (exp(s) + sum_i exp(x_i)) along `dim`, same dtype, computed in fp32. [OASIS 1.2]
+    """exp(x_j) / (exp(s) + sum_i exp(x_i)) along `dim`; same dtype, computed in fp32. [OASIS 1.2]
 
-    null_logit s: a float, or a tensor that broadcasts against `logits` with size 1 along `dim`.
-    A row of -inf gives zeros (all its mass is null), with zero gradients.
+    null_logit s: a float, or a tensor that broadcasts against `logits` with size 1 along `dim`;
+    -inf makes it the plain softmax. A row of -inf gives zeros (all its mass is null).
     """
     return _softmax_null(_wide(logits), null_logit, dim)[0].to(logits.dtype)
 
 
 class _Entmax(torch.autograd.Function):
-    """alpha-entmax for alpha 2 (sparsemax) and 1.5, along the last axis, exact by sorting.
+    """alpha-entmax along the last axis for alpha 2 (sparsemax) and 1.5, exact, by sorting.
 
-    p = relu((alpha - 1) x - tau) ^ (1 / (alpha - 1)) with tau such that p sums to one. The Jacobian
-    is diag(s) - s sᵀ / sum(s) with s = p^(2 - alpha): softmax's own, with s in the place of p.
+    p = relu((alpha - 1) x - tau) ^ (1 / (alpha - 1)), with tau such that p sums to one. Its Jacobian
+    is diag(w) - w wᵀ / sum(w) with w = p^(2 - alpha): softmax's own, with w in the place of p.
     (Martins & Astudillo 2016, arXiv 1602.02068; Peters et al. 2019, arXiv 1905.05702.)
     """
 
     @staticmethod
     def forward(ctx, x, alpha):
-        z = (x - x.amax(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).min)) * (alpha - 1)
-        top = z.sort(-1, descending=True).values.clamp(min=-2)  # tau >= -1: below is out
+        z = (x - x.amax(-1, keepdim=True).clamp(min=UNREACHABLE)) * (alpha - 1)
+        top = z.sort(-1, descending=True).values.clamp(min=-2)  # tau >= -1: lower ones are out
         rank = torch.arange(1, z.size(-1) + 1, device=z.device, dtype=z.dtype)
-        mean = top.cumsum(-1) / rank
-        if alpha == 2:
+        mean = top.cumsum(-1) / rank  # of the `rank` largest
+        if alpha == 2:  # rank * (mean - tau) = 1
             tau = mean - 1 / rank
         else:  # rank * (variance + (mean - tau)^2) = 1
             variance = (top.square().cumsum(-1) / rank - mean.square()).clamp(min=0)
             tau = mean - (1 / rank - variance).clamp(min=0).sqrt()
-        size = (tau <= top).sum(-1, keepdim=True).clamp(min=1)
+        size = (tau <= top).sum(-1, keepdim=True).clamp(min=1)  # of the support
         p = (z - tau.gather(-1, size - 1)).clamp(min=0) ** (1 / (alpha - 1))
         ctx.save_for_backward(p)
         ctx.alpha = alpha
@@ -90,9 +98,9 @@ class _Entmax(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dp):
         p, = ctx.saved_tensors
-        s = (p > 0).to(p.dtype) if ctx.alpha == 2 else p.sqrt()
-        mean = (s * dp).sum(-1, keepdim=True) / s.sum(-1, keepdim=True).clamp(min=1e-30)
-        return s * (dp - mean), None
+        w = (p > 0).to(p.dtype) if ctx.alpha == 2 else p.sqrt()
+        mean = (w * dp).sum(-1, keepdim=True) / w.sum(-1, keepdim=True).clamp(min=1e-30)
+        return w * (dp - mean), None
 
 
 def sparsemax(x: torch.Tensor) -> torch.Tensor:
@@ -106,48 +114,44 @@ def entmax15(x: torch.Tensor) -> torch.Tensor:
 
 
 def clipped_softmax(x: torch.Tensor, gamma: float, zeta: float) -> torch.Tensor:
-    """clip((zeta - gamma) softmax(x) + gamma, 0, 1). [Bondarenko 5.3]
+    """clip((zeta - gamma) softmax(x) + gamma, 0, 1) of each row. [Bondarenko 5.3]
 
-    What is clipped gets no gradient: a head can reach exact zeros without growing its logits.
+    What is clipped gets no gradient: a head reaches exact zeros without ever larger logits.
     """
-    p = _softmax_null(_wide(x), -math.inf, -1)[0]
+    p = _softmax_null(_wide(x), UNREACHABLE, -1)[0]
     return ((zeta - gamma) * p + gamma).clamp(0, 1).to(x.dtype)
 
 
 # ---------------------------------------------------------------------------- the reference
 
-def _may_see(q, k, causal, mask):
-    """Boolean (.., T, S), True where a query may look; None when it may look everywhere."""
-    T, S = q.size(-2), k.size(-2)
-    if causal and T > 1:
-        lower = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)  # (T, S)
-        mask = lower if mask is None else mask & lower
-    return mask
-
-
 def attention_probs(q, k, normalizer="softmax", causal=True, null_logit=None, mask=None, *,
                     gamma=-12 / 512, zeta=1.0, scale=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention weights (B, H, T, S) and null mass (B, H, T), both fp32: the reference.
+    """Attention weights (B, H, T, S) and null mass (B, H, T), both fp32 (fp64 for fp64 inputs).
 
-    Arguments as in `attend`. For recording and for tests; quadratic in memory.
+    The reference that every fast path is held to, and what recording uses: quadratic in memory.
+    Arguments and errors as in `attend`.
     """
     _check(q, k, k, normalizer, null_logit, mask, gamma, zeta)
+    T, S = q.size(2), k.size(2)
     with torch.autocast(q.device.type, enabled=False):
         k = _wide(k).repeat_interleave(q.size(1) // k.size(1), dim=1)  # (B, H, S, D)
         scores = (_wide(q) @ k.mT) * _scale(q, scale)  # (B, H, T, S)
-        seen = _may_see(q, k, causal, mask)
-        if seen is not None:
-            scores = scores.masked_fill(~seen, -math.inf)  # (B, H, T, S)
+        if causal:
+            triangle = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)  # (T, S)
+            scores = scores.masked_fill(~triangle, -math.inf)  # (B, H, T, S)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -math.inf)  # (B, H, T, S)
         if normalizer in WITH_NULL_KEY:
             s = _null_logits(q, null_logit).view(1, -1, 1, 1)  # (1, H, 1, 1)
-            p, null = _softmax_null(scores, s, -1)
-            return p, null.squeeze(-1)  # (B, H, T, S), (B, H, T)
+            p, null = _softmax_null(scores, s, -1)  # (B, H, T, S), (B, H, T, 1)
+            return p, null.squeeze(-1)
         if normalizer == "clipped":
             p = clipped_softmax(scores, gamma, zeta)  # (B, H, T, S)
-            return p, (1 - p.sum(-1)).clamp(min=0)  # (B, H, T, S), (B, H, T)
-        p = {"sparsemax": sparsemax, "entmax15": entmax15}.get(
-            normalizer, lambda x: _softmax_null(x, -math.inf, -1)[0])(scores)
-        return p, p.new_zeros(p.shape[:-1])  # (B, H, T, S), (B, H, T)
+            return p, (1 - p.sum(-1)).clamp(min=0)
+        sums_to_one = {"sparsemax": sparsemax, "entmax15": entmax15,
+                       "softmax": functools.partial(softmax1, null_logit=UNREACHABLE)}
+        p = sums_to_one[normalizer](scores)  # (B, H, T, S)
+        return p, p.new_zeros(p.shape[:-1])
 
 
 def _attend_eager(q, k, v, normalizer, causal, null_logit, mask, gamma, zeta, scale):
@@ -158,12 +162,190 @@ def _attend_eager(q, k, v, normalizer, causal, null_logit, mask, gamma, zeta, sc
         return (p @ v).to(q.dtype), null  # (B, H, T, D), (B, H, T)
 
 
-# ---------------------------------------------------------------------------- SDPA
+# ---------------------------------------------------------------------------- SDPA, any device
 
-def _attend_sdpa(q, k, v, normalizer, causal, null_logit, mask, gamma, zeta, scale):
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal and q.size(2) > 1, scale=scale,
-                                         enable_gqa=k.size(1) != q.size(1))  # (B, H, T, D)
-    return out, torch.zeros(q.shape[:3], dtype=_wide(q[:0]).dtype, device=q.device)
+def _attend_sdpa(q, k, v, normalizer, causal, null_logit, mask, scale):
+    """Softmax1 from plain SDPA: the null key becomes a real one, a row of zeros before the others.
+
+    Three spare columns (of eight, for alignment) carry what a zero row cannot. They meet only in
+    the null key and in hidden keys:
+        q  [s / scale, rounding error of that, 3e4]      score of the null key: s
+        k  [1, 1, 0] null, [0, 0, -3e4] hidden, else 0   score of a hidden key: far below all
+        v  [1, 0, 0] null, else 0                        out's first spare column: the null mass
+    SDPA aligns its causal triangle top-left, so q gets as many rows of zeros as k has more keys,
+    dropped at the end: linear memory, for the time of S queries in the place of T.
+    The null mass comes out in q's dtype: 0.4 % in bf16, where the fused paths give fp32.
+    """
+    (B, H, T, D), S = q.shape, k.size(2)
+    scale = _scale(q, scale)
+    zeros = torch.zeros((B, H, T), dtype=_wide(q[:0]).dtype, device=q.device)  # (B, H, T)
+    if normalizer == "softmax" and mask is None and (not causal or T == S):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale,
+                                              enable_gqa=k.size(1) != H), zeros
+    null = int(normalizer in WITH_NULL_KEY)  # number of null keys
+    first = S + null - T if causal else 0  # rows of zeros before the queries
+    s = _null_logits(q, null_logit)[:, None, None] / scale  # (H, 1, 1)
+    q, k, v = F.pad(q, (0, 8, first, 0)), F.pad(k, (0, 8, null, 0)), F.pad(v, (0, 8, null, 0))
+    rough = s.to(q.dtype)
+    spare = torch.cat([rough, (s - rough).to(q.dtype), torch.full_like(rough, 3e4)], -1)  # (H, 1, 3)
+    q = torch.cat([q[..., :D], spare.expand(B, H, q.size(2), 3), q[..., D + 3:]], -1)
+    k[:, :, :null, D:D + 2] = 1  # (B, Hkv, null + S, D + 8)
+    v[:, :, :null, D] = 1  # (B, Hkv, null + S, D + 8)
+    if mask is not None:
+        k[:, :, null:, D + 2].masked_fill_(~mask[:, 0].expand(B, 1, S), -3e4)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale,
+                                         enable_gqa=k.size(1) != H)[:, :, first:]
+    if null:
+        return out[..., :D], out[..., D].to(zeros.dtype)  # (B, H, T, D), (B, H, T)
+    if mask is not None:  # without a null key, a row that sees nothing averaged the hidden keys
+        seen = mask.expand(-1, -1, -1, S).cumsum(-1)[..., S - T if causal else -1:]  # (B, 1, 1, ..)
+        out = out.masked_fill(seen.mT == 0, 0)  # (B, H, T, D + 8)
+    return out[..., :D], zeros  # (B, H, T, D), (B, H, T)
+
+
+# ---------------------------------------------------------------------------- the fused paths
+
+# Flash attention never holds more than a tile of the T x S matrix. Beside its output it knows the
+# log-sum-exp of each row, and that is all the null key needs: it is one more term of that sum.
+#
+#     lse = log sum_j exp(S_j)     L = log(exp(s) + exp(lse))     null = exp(s - L)     P = exp(S - L)
+#     out = P v = softmax(S) v * exp(lse - L)
+#
+# Backward, given dO for out and dL for L (the gradient of null reaches L through exp(s - L)):
+#
+#     dS = P (dO v^T - delta)      delta = rowsum(dO * out) - dL       ds = -sum(null * delta)
+#     dq = scale dS k              dk = scale dS^T q                   dv = P^T dO
+#
+# the ordinary flash backward, with (out, L) in the place of (out, lse) and dL in delta. A row that
+# sees no key has L = s, P = 0, and no gradient.
+
+def _fused_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor,
+                   seen: torch.Tensor | None, causal: bool, scale: float,
+                   backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> out (B, H, T, D), L (B, H, T)."""
+    return FUSED[backend][0](q, k, v, s, seen, causal, scale)
+
+
+def _fused_backward(dout: torch.Tensor, dL: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor,
+                    v: torch.Tensor, seen: torch.Tensor | None, out: torch.Tensor, L: torch.Tensor,
+                    causal: bool, scale: float,
+                    backend: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """-> dq, dk, dv, contiguous, in the dtype of q."""
+    grads = FUSED[backend][1](dout, dL, q, k, v, seen, out, L, causal, scale)
+    return tuple(g.to(q.dtype).contiguous() for g in grads)
+
+
+# For torch.compile the two are sealed boxes of known shapes; eager calls skip the box's 0.1 ms.
+_forward_box = torch.library.custom_op("softmax1::forward", _fused_forward, mutates_args=())
+_backward_box = torch.library.custom_op("softmax1::backward", _fused_backward, mutates_args=())
+_forward_box.register_fake(lambda q, k, v, s, *_: (q.new_empty(q.shape), s.new_empty(q.shape[:3])))
+_backward_box.register_fake(lambda dout, dL, q, k, v, *_: tuple(t.new_empty(t.shape)
+                                                                for t in (q, k, v)))
+
+
+class _Fused(torch.autograd.Function):
+    """(q, k, v, s (H,)) -> out, L: differentiable in all of them, through both outputs."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, s, seen, causal, scale, backend):
+        run = _forward_box if torch.compiler.is_compiling() else _fused_forward
+        out, L = run(q, k, v, s, seen, causal, scale, backend)  # (B, H, T, D), (B, H, T)
+        ctx.save_for_backward(q, k, v, s, seen, out, L)
+        ctx.how = causal, scale, backend
+        ctx.set_materialize_grads(False)  # no gradient of null: nothing to fold in
+        return out, L
+
+    @staticmethod
+    def backward(ctx, dout, dL):
+        q, k, v, s, seen, out, L = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else _rows(dout)  # (B, H, T, D)
+        run = _backward_box if torch.compiler.is_compiling() else _fused_backward
+        dq, dk, dv = run(dout, dL, q, k, v, seen, out, L, *ctx.how)
+        ds = None
+        if ctx.needs_input_grad[3]:
+            delta = (_wide(dout) * _wide(out)).sum(-1) - (0 if dL is None else dL)  # (B, H, T)
+            ds = -(torch.exp(s[:, None] - L) * delta).sum((0, 2))  # (H,)
+        return dq, dk, dv, ds, None, None, None, None
+
+
+def _attend_fused(q, k, v, normalizer, causal, null_logit, mask, scale, backend):
+    if normalizer in WITH_NULL_KEY:
+        s = _null_logits(q, null_logit)  # (H,)
+    else:
+        s = _null_logits(q, UNREACHABLE)  # (H,)
+    out, L = _Fused.apply(_rows(q), _rows(k), _rows(v), s, mask, causal, _scale(q, scale), backend)
+    null = torch.exp(s[:, None] - L) if normalizer in WITH_NULL_KEY else torch.zeros_like(L)
+    return out, null  # (B, H, T, D), (B, H, T)
+
+
+def _rows(x):
+    """Kernels walk along contiguous rows; every other stride is free."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+# ---------------------------------------------------------------------------- fused, CPU
+
+CPU_HAS_BF16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)()
+
+
+def _key_blocks(T: int, S: int, causal: bool) -> list[tuple[slice, bool]]:
+    """The CPU kernel aligns its causal triangle top-left: a chunk of T < S queries sees the S - T
+    older keys whole, then its own T keys through the triangle. L joins the two exactly."""
+    if not causal or T == S:
+        return [(slice(0, S), causal)]
+    return [(slice(0, S - T), False), (slice(S - T, S), True)]
+
+
+def _key_bias(seen, q, S):
+    """0 where a key may be seen, HIDDEN elsewhere; never wider than the mask it was given."""
+    if seen is None:
+        return None
+    bias = torch.zeros_like(seen, dtype=q.dtype).masked_fill_(~seen, HIDDEN)
+    return bias.expand(*bias.shape[:3], S)  # (B or 1, H or 1, T or 1, S)
+
+
+def _cpu_forward(q, k, v, s, seen, causal, scale):
+    if q.dtype == torch.float16:  # HIDDEN is out of its range, and no CPU is fast in it
+        out, L = _cpu_forward(q.float(), k.float(), v.float(), s, seen, causal, scale)
+        return out.half(), L
+    bias, outs, lses = _key_bias(seen, q, k.size(2)), [], []
+    for keys, triangle in _key_blocks(q.size(2), k.size(2), causal):
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k[:, :, keys], v[:, :, keys], 0.0, triangle, scale=scale,
+            attn_mask=None if bias is None else bias[..., keys])  # (B, H, T, D), (B, H, T)
+        outs.append(out)
+        lses.append(lse)
+    L = functools.reduce(torch.logaddexp, lses, s[:, None]).contiguous()  # (B, H, T)
+    out = sum(out * torch.exp(lse - L).unsqueeze(-1) for out, lse in zip(outs, lses))
+    return out.to(q.dtype).contiguous(), L  # (B, H, T, D), (B, H, T)
+
+
+def _cpu_backward(dout, dL, q, k, v, seen, out, L, causal, scale):
+    """The kernel forms delta itself, as rowsum(dO * out), and uses `out` for nothing else. So dL is
+    folded into out along dO; where a row's dO is zero, it travels in one more column instead."""
+    if q.dtype == torch.float16 or q.dtype == torch.bfloat16 and not CPU_HAS_BF16:
+        # five times faster than the half precision backward of a CPU that has no bf16 units
+        dout, q, k, v, out = (t.float() for t in (dout, q, k, v, out))
+    if dL is not None:
+        norm2 = dout.square().sum(-1, dtype=L.dtype)  # (B, H, T)
+        if ((norm2 < 1e-30) & (dL != 0)).any():
+            pad = 8  # the column, and zeros that keep the rows aligned
+            dout, q, k, v, out = (F.pad(t, (0, pad)) for t in (dout, q, k, v, out))
+            dout[..., -1], out[..., -1] = 1, -dL
+            grads = _cpu_backward(dout, None, q, k, v, seen, out, L, causal, scale)
+            return [g[..., :-pad] for g in grads]
+        fold = (-dL / norm2.clamp(min=1e-30)).to(q.dtype).unsqueeze(-1)  # (B, H, T, 1)
+        out = torch.addcmul(out, dout, fold)  # (B, H, T, D)
+    bias, parts = _key_bias(seen, q, k.size(2)), []
+    for keys, triangle in _key_blocks(q.size(2), k.size(2), causal):
+        parts.append(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, q, k[:, :, keys], v[:, :, keys], out, L, 0.0, triangle, scale=scale,
+            attn_mask=None if bias is None else bias[..., keys]))
+    dq, dk, dv = zip(*parts)
+    return sum(dq), torch.cat(dk, 2), torch.cat(dv, 2)
+
+
+FUSED = {"cpu": (_cpu_forward, _cpu_backward)}
 
 
 # ---------------------------------------------------------------------------- one call for all
@@ -175,7 +357,7 @@ def _scale(q, scale):
 def _null_logits(q, null_logit):
     """The null logit of each head, (H,), fp32 (fp64 beside fp64 queries)."""
     s = torch.as_tensor(0.0 if null_logit is None else null_logit, device=q.device)
-    return s.to(_wide(q[:0]).dtype).expand(q.size(1))  # (H,)
+    return s.to(_wide(q[:0]).dtype).clamp(min=UNREACHABLE).expand(q.size(1))  # (H,)
 
 
 def _check(q, k, v, normalizer, null_logit, mask, gamma, zeta):
@@ -183,16 +365,16 @@ def _check(q, k, v, normalizer, null_logit, mask, gamma, zeta):
     def need(ok, message):
         if not ok:
             raise ValueError(f"attend: {message}")
-    need(normalizer in NORMALIZERS, f"unknown normalizer {normalizer!r}; one of {list(NORMALIZERS)}")
+    need(normalizer in NORMALIZERS, f"normalizer is one of {list(NORMALIZERS)}, not {normalizer!r}")
     need(q.dim() == k.dim() == v.dim() == 4, "q, k and v are (batch, heads, length, head_dim)")
     (B, H, T, D), (_, Hkv, S, _) = q.shape, k.shape
-    need(k.shape == v.shape == (B, Hkv, S, D) and H % Hkv == 0,
+    need(k.shape == v.shape == (B, Hkv, S, D) and Hkv and H % Hkv == 0,
          f"shapes q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit together")
-    need(q.dtype == k.dtype == v.dtype, f"dtypes differ: {q.dtype}, {k.dtype}, {v.dtype}")
+    need(q.dtype == k.dtype == v.dtype, f"dtypes differ: q {q.dtype}, k {k.dtype}, v {v.dtype}")
     need(normalizer != "sink" or null_logit is not None, "sink needs its learned null_logit (H,)")
     need(null_logit is None or normalizer in WITH_NULL_KEY, f"{normalizer} has no null_logit")
     if isinstance(null_logit, torch.Tensor):
-        need(null_logit.shape in ((), (1,), (H,)), f"null_logit is a number or ({H},) numbers")
+        need(null_logit.shape in ((), (1,), (H,)), f"null_logit is one number or ({H},) numbers")
     if mask is not None:
         need(mask.dtype == torch.bool, "mask is boolean, True = may be seen")
         need(mask.dim() == 4 and all(m in (1, n) for m, n in zip(mask.shape, (B, H, T, S))),
@@ -200,18 +382,66 @@ def _check(q, k, v, normalizer, null_logit, mask, gamma, zeta):
     need(gamma <= 0 and zeta >= 1, f"clipped needs gamma <= 0 and zeta >= 1: {gamma}, {zeta}")
 
 
+def _refusal(impl, normalizer, q, k, causal, mask) -> str | None:
+    """Why `impl` cannot do this call; None when it can."""
+    if impl == "eager":
+        return None
+    if normalizer not in ("softmax", *WITH_NULL_KEY):
+        return f"{normalizer} needs its whole row at once: only eager does that"
+    if causal and q.size(2) > k.size(2):
+        return "more causal queries than keys: only eager does that"
+    if impl == "cpu":
+        return None if q.device.type == "cpu" else f"the tensors are on {q.device}"
+    if mask is not None and mask.size(1) * mask.size(2) > 1:
+        return "a mask that differs by head or by query: only eager and cpu do that"
+    return None
+
+
+def _choices(normalizer: str, device_type: str, plain: bool = True) -> tuple[str, ...]:
+    """What `auto` tries, best first. plain: no mask, and queries and keys of equal length."""
+    if normalizer == "softmax" and (plain or device_type != "cpu"):
+        return "sdpa", "eager"
+    return {"cpu": ("cpu", "eager")}.get(device_type, ("sdpa", "eager"))
+
+
 def attend(q, k, v, normalizer="softmax", causal=True, null_logit=None, mask=None, impl="auto", *,
            gamma=-12 / 512, zeta=1.0, scale=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention -> out (B, H, T, D) in q's dtype, null mass (B, H, T) in fp32; both differentiable."""
+    """Attention -> out (B, H, T, D) in q's dtype and null mass (B, H, T) in fp32.
+
+    q (B, H, T, D); k, v (B, Hkv, S, D): each key/value head serves H / Hkv query heads in a row.
+    causal: query t sees the keys j <= t + S - T (aligned at the end, as decoding needs).
+    mask: boolean, True = may be seen, broadcasts to (B, H, T, S); (B, 1, 1, S) for padding.
+    null_logit: a number or (H,) numbers, learned for "sink"; for "softmax1" 0 unless given.
+    gamma, zeta: of "clipped"; the default is OPT's -12 / 512. scale: of q k^T, 1 / sqrt(D).
+    impl: "auto", or one of "eager", "sdpa", "cpu", "triton" by force.
+
+    Both outputs are differentiable. The null mass is 1 - sum(p) where rows may sum to less than
+    one, else zeros: a row that sees nothing gives out 0 and null 1 (softmax1, sink, clipped) or
+    null 0 (softmax, sparsemax, entmax15), and no gradient. Under autocast q, k, v are cast.
+    ValueError for shapes or options that do not fit, and for an impl that cannot do the call.
+    """
     if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        q, k, v = (t.to(torch.get_autocast_dtype(q.device.type)) for t in (q, k, v))
     _check(q, k, v, normalizer, null_logit, mask, gamma, zeta)
-    plain = normalizer == "softmax" and mask is None and (not causal or q.size(2) in (1, k.size(2)))
-    path = _attend_sdpa if plain and impl in ("auto", "sdpa") else _attend_eager
-    return path(q, k, v, normalizer, causal, null_logit, mask, gamma, zeta, scale)
+    if impl not in IMPLS:
+        raise ValueError(f"attend: impl is one of {IMPLS}, not {impl!r}")
+    causal = causal and q.size(2) > 1  # the last query sees everything
+    plain = mask is None and (not causal or q.size(2) == k.size(2))
+    choices = _choices(normalizer, q.device.type, plain) if impl == "auto" else (impl,)
+    refusals = {name: _refusal(name, normalizer, q, k, causal, mask) for name in choices}
+    name = next((name for name, refusal in refusals.items() if refusal is None), None)
+    if name is None:
+        raise ValueError(f"attend: impl {impl!r}: {refusals[impl]}")
+    if name == "eager":
+        return _attend_eager(q, k, v, normalizer, causal, null_logit, mask, gamma, zeta, scale)
+    if name == "sdpa":
+        return _attend_sdpa(q, k, v, normalizer, causal, null_logit, mask, scale)
+    return _attend_fused(q, k, v, normalizer, causal, null_logit, mask, scale, name)
 
 
 def describe(normalizer: str, device_type: str) -> str:
     """One phrase for a run's header: which implementation `attend` picks by itself."""
-    return "SDPA" if normalizer == "softmax" else "eager reference"
+    names = {"eager": "eager, quadratic memory", "sdpa": "SDPA", "cpu": "fused flash for CPU"}
+    if normalizer not in ("softmax", *WITH_NULL_KEY):
+        return names["eager"]
+    return names[_choices(normalizer, device_type)[0]]
