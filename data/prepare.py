@@ -122,7 +122,7 @@ def articles(rows: Iterable[dict]) -> Iterator[str]:
     """WikiText's rows are lines; ' = Title = ' begins an article."""
     lines: list[str] = []
     for line in map(row_text, rows):
-        if re.match(r" = [^=].*[^=] = *$", line) and any(map(str.strip, lines)):
+        if re.match(r" = [^=]+ = *$", line) and any(map(str.strip, lines)):
             yield "".join(lines)
             lines = []
         lines.append(line if line.endswith("\n") else line + "\n")
@@ -154,7 +154,11 @@ def hub_rows(name: str, split: str) -> Callable[[int], Iterable[dict]]:
     except ImportError:
         raise DataError(f"{name} needs datasets: pip install datasets") from None
     data_set, configuration, splits, _ = HUB[name]
-    stream = load_dataset(data_set, configuration, split=splits[split], streaming=True)
+    try:
+        stream = load_dataset(data_set, configuration, split=splits[split], streaming=True)
+    except Exception as error:      # offline, moved, gated: the library has a type for each
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise DataError(f"cannot fetch {data_set}: {reason}") from None
     return lambda skip: stream.skip(skip) if skip else stream
 
 
