@@ -13,8 +13,8 @@ reads (`depth`), and when a ledger commits (`structure.commit`).
 
 How: `model(tokens, record=probe)` hands each intermediate tensor to the probes as it is computed; a
 probe reduces it in fp32 and lets it go, so nothing of size layers x tokens x width is ever kept.
-Attention matrices are built only in a second pass over the first 64 tokens of every window: attention
-is causal, so that pass sees exactly what a context of 64 sees.
+Attention matrices are built only in a second pass, over the first 64 tokens of every window:
+attention is causal, so that pass sees exactly what a context of 64 sees.
 
 Read first: the formulas, ten small functions; then one probe, `Sinks`; then `evaluate`.
 
@@ -26,11 +26,15 @@ Shapes: B sequences, T tokens, S keys, H heads, d width, L sublayers; l counts s
 """
 from __future__ import annotations
 
+import argparse
 import contextlib
+import csv
 import dataclasses
+import io
 import json
 import math
 import os
+import sys
 import warnings
 from collections import defaultdict
 
@@ -39,7 +43,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from data.prepare import DataError, TokenFile, Windows, get_tokenizer
+from data.prepare import DataError, TokenFile, Windows, get_tokenizer, load
+from model import load_checkpoint, load_model
 
 EPSILON = 0.3          # a head whose first-token attention exceeds this is a sink head
 SINK_TOKENS = 64       # context of the sink measures [Gu 5.4, Spike 3.3]
@@ -99,7 +104,7 @@ def first_token_mass(probs: torch.Tensor) -> torch.Tensor:
 
 
 def max_median(M: torch.Tensor) -> torch.Tensor:
-    """Largest over median channel, max_d M / (median_d M + 1e-6) [Ledger 2.8]. (..., d) -> (...)."""
+    """Largest over median channel: max_d M / (median_d M + 1e-6) [Ledger 2.8]. (.., d) -> (..)."""
     return M.amax(-1) / (M.median(-1).values + 1e-6)                                # (...)
 
 
@@ -107,9 +112,9 @@ def structure_of(M: torch.Tensor, M0: torch.Tensor) -> dict:
     """How one channel dominates a stream over depth [Ledger 2.8].
 
     M[l, d] is the mean of |x| after sublayer l over sequences and positions, M0 that of position 0
-    alone; both (L, d). dominant_dim is the argmax of M averaged over depth; persistence the share of
-    sublayers in which it is the largest channel; peak_layer where it peaks; bos_concentration
-    M0 / M there. (Position 0, not necessarily a BOS token.) peak_ratio = max_l max_median(M[l]).
+    alone; both (L, d). dominant_dim is the argmax of M averaged over depth; persistence the share
+    of sublayers in which it is the largest channel; peak_layer where it peaks; bos_concentration
+    M0 / M there (of position 0, whatever token it holds); peak_ratio the max of max_median(M).
     """
     dim = int(M.mean(0).argmax())
     peak = int(M[:, dim].argmax())
@@ -199,7 +204,7 @@ class Sinks:
             self.mean.add(("first", l), first_token_mass(probs))
 
     def result(self) -> dict:
-        """Ratios are shares of (layer, head, sequence); per_head is first-token mass, layers x H."""
+        """Ratios are shares of (layer, head, sequence); per_head: first-token mass, layers x H."""
         first = self.mean.stack("first") if self.T > 1 else None
         return {"ratio_gu": self.mean.stack("gu").mean().item(),
                 "ratio_spike": self.mean.stack("spike").mean().item(),
@@ -215,7 +220,7 @@ def decoded(seen) -> str:
 
 
 class Spikes:
-    """Massive activations [Sun 5.5] and spikes [Spike 3.3] of a stream: how large, where, how many."""
+    """Massive activations [Sun 5.5] and spikes [Spike 3.3] of the streams: size, place, number."""
 
     names = {"stream", "scratch", "committed"}
     keep = 8                # largest (position, channel) pairs remembered for each sublayer
@@ -225,6 +230,8 @@ class Spikes:
         self.seen = defaultdict(int)        # sequences, by (name, l)
 
     def __call__(self, name, l, x):
+        if name == "stream" and ("committed", l) in self.peak:
+            return                          # read by no head: it is scratch and committed mixed
         a, key = x.float().abs(), (name, l)                                         # (B, T, d)
         B, T, d = a.shape
         flat = a.flatten(1)                                                         # (B, T*d)
@@ -252,10 +259,10 @@ class Spikes:
     def result(self, tokens: torch.Tensor, name: str | None = None) -> dict | None:
         """For the decoded stream (or `name`). tokens: the ids that were shown, (n, T).
 
-        max: largest |x| after any sublayer, on any token; median: of |x| over the T x d hidden state
-        in which it lies; ratio: max / median. count_sun: entries with |x| > 100 and >= 1000 x the
-        median, per sequence, at the maximum's sublayer. position0_ratio: mean norm at position 0
-        over the mean norm elsewhere, for each sublayer. top: the largest (position, channel) there.
+        max: largest |x| after any sublayer, on any token; median: of |x| over the T x d hidden
+        state in which it lies; ratio: max / median. count_sun: entries with |x| > 100 and >= 1000
+        x the median, per sequence, after the maximum's sublayer. position0_ratio: mean norm at
+        position 0 over the mean norm elsewhere, by sublayer. top: its largest (position, dim).
         """
         name = name or decoded(self.peak)
         layers = sorted(l for n, l in self.peak if n == name)
@@ -298,7 +305,8 @@ class Outliers:
         inf = {key[1:]: self.mean[key].item() for key in self.mean.total if key[0] == "inf"}
         kurt = {key[1:]: self.mean[key].item() for key in self.mean.total if key[0] != "inf"}
         largest = max(inf, key=inf.get)
-        ffn = [v for (name, l), v in inf.items() if name == "sublayer_out" and self.kinds[l] == "ffn"]
+        ffn = [v for (name, l), v in inf.items()
+               if name == "sublayer_out" and self.kinds[l] == "ffn"]
         return ({"all_hooks": inf[largest], "at": list(largest),
                  "layer_outputs": max(v for (name, l), v in inf.items() if name == "stream"),
                  "ffn_outputs": max(ffn, default=None)},
@@ -324,7 +332,7 @@ class Channels:
         if name in ("stream", "scratch"):
             self.accumulate(name, l, x)
         if name == "stream" and ("M", "committed", l) in self.mean:
-            return                          # read by no head: it is scratch and committed mixed
+            return                                                  # as in Spikes
         self.profile(name, l, x)
         self.profile(name + " unit", l, F.normalize(x, dim=-1) * x.shape[-1] ** 0.5)
         self.shape_of(name, l, x)
@@ -403,8 +411,8 @@ class Commits:
             self.mean.add("entropy", entropy(share), over=(0, 1))
 
     def result(self) -> dict | None:
-        """entropy: of the relative profile over depth, per token, in nats (uniform: log L). last_share
-        near 1 means that the ledger has become an ordinary residual stream [Ledger 2.8]."""
+        """entropy: of the relative profile over depth, per token, in nats (uniform: log L).
+        last_share near 1: the ledger has become an ordinary residual stream [Ledger 2.8]."""
         if not self.gates:
             return None
         share, gate = self.mean["share"], self.mean.stack("gate")
@@ -459,7 +467,7 @@ class Depth:
 
 
 class Nulls:
-    """The attention that heads leave unspent, per layer and head; 0 wherever softmax sums to one."""
+    """The attention that heads leave unspent, per layer and head; 0 where softmax sums to one."""
 
     names = {"null"}
 
@@ -478,9 +486,10 @@ class Nulls:
 class NoOps:
     """OASIS' no-op probe [OASIS 1.8, D.4]: where a head adds next to nothing, where does it look?
 
-    A (head, query) is nearly a no-op if the norm of its output, before the output projection, is below
-    a quantile pooled over all layers, heads, queries and sequences. Queries 0 to 3 are left out:
-    all they can see are sink tokens. The claim: without a null, no-ops force mass on the sink.
+    A (head, query) is nearly a no-op if the norm of its output, before the output projection, is
+    below a quantile pooled over all layers, heads, queries and sequences. Queries 0 to 3 are left
+    out: all they can see are sink tokens. The claim: without a null, no-ops force mass on the sink.
+
     """
 
     names, short = {"head_out", "attn_probs", "null"}, True
@@ -498,7 +507,7 @@ class NoOps:
             self.seen[key].append(value.flatten().cpu().numpy())
 
     def result(self) -> dict | None:
-        """Mean mass on position 0, on positions 0 to 3, and on the null: at no-ops, and elsewhere."""
+        """Mean mass on position 0, on positions 0 to 3, on the null: at no-ops, and elsewhere."""
         if not self.seen["norm"] or not self.seen["norm"][0].size:
             return None
         x = {key: np.concatenate(parts).astype(np.float64) for key, parts in self.seen.items()}
@@ -569,7 +578,7 @@ def evaluating(model):
 
 
 class Given:
-    """Windows that are already cut, an (N, T + 1) array of ids; the counts are data's Sequential's."""
+    """Windows that are already cut, an (N, T + 1) array of ids; counts as data.Sequential does."""
 
     n_words = None
 
@@ -598,7 +607,8 @@ def open_windows(model, tokens, *, T=None, n_sequences=64, batch_size=8, bos_pol
     """Whatever evaluate accepts -> iterable of (x, y) batches that knows its counts."""
     vocab, block = model.config.vocab_size, model.config.block_size
     if isinstance(tokens, TokenFile) and tokens.vocab_size > vocab:
-        raise EvalError(f"{tokens.path} has a vocabulary of {tokens.vocab_size}, the model of {vocab}")
+        raise EvalError(f"{tokens.path} has a vocabulary of {tokens.vocab_size}, the model one of "
+                        f"{vocab}")
     if min(1 if T is None else T, n_sequences, batch_size) < 1:
         raise EvalError("T, n_sequences and batch_size must be at least 1")
     if T is not None and T > block and model.config.pos == "learned":
@@ -623,12 +633,12 @@ def open_windows(model, tokens, *, T=None, n_sequences=64, batch_size=8, bos_pol
 
 def summed_nll(logits: torch.Tensor, targets: torch.Tensor) -> float:
     """Negative log-likelihood in nats, summed; one row at a time, for a vocabulary may be large."""
-    return sum(F.cross_entropy(row.float(), y, reduction="sum").item()
+    return sum(F.cross_entropy(row.float(), y, reduction="none").double().sum().item()
                for row, y in zip(logits, targets))
 
 
 def measure_val(nll: float, windows) -> dict:
-    """Loss in nats per target; perplexities per token, word and byte, and bits per byte, of one sum.
+    """Loss in nats per target; perplexities per token, word and byte, bits per byte, of one sum.
 
     Special ids (BOS, end of text) among the targets count for the loss but are no bytes of the
     text: bits per byte = nll / (n_bytes ln 2). A uniform model of bytes has exactly 8. Words are
@@ -664,24 +674,23 @@ def measure_steps(model, tokens: torch.Tensor, channel: str, position: int, dim:
     return {"step_up": up, "step_down": down, "trace": values}
 
 
-def run_passes(model, windows, probes, progress: bool = False):
-    """Show the windows to the probes: whole, and their first 64 tokens. -> summed nll, ids (n, T)."""
+def run_passes(model, windows, probes, batch_size: int, progress: bool = False):
+    """Show the windows to the probes, whole and their first 64 tokens -> summed nll, ids (n, T)."""
     whole = Fan(*(probe for probe in probes if not hasattr(probe, "short")))
     short = Fan(*(probe for probe in probes if hasattr(probe, "short")))
     device, shown, nll, count = model.embed.weight.device, [], 0.0, 0
-    batches = -(-len(windows) // windows_batch(windows))
+    batches = -(-len(windows) // batch_size)
     for x, y in tqdm(windows, "evaluate", batches, disable=not progress, leave=False):
         shown.append(x)
         x, y = x.to(device), y.to(device)                                           # (B, T)
         nll += summed_nll(model(x, record=whole)[0], y)
+        if not math.isfinite(nll):
+            raise EvalError(f"the loss is {nll} in evaluation batch {len(shown)} of {batches}: the "
+                            "model's logits are not finite")
         model(x[:, :SINK_TOKENS], record=short)
         count += y.numel()
     assert count == windows.n_targets, f"{count} targets were scored, not {windows.n_targets}"
     return nll, torch.cat(shown)
-
-
-def windows_batch(windows) -> int:
-    return windows.batch_size if isinstance(windows, Given) else windows.windows.batch_size
 
 
 def describe(model, tokens, windows, shown, bos_policy: str, bos) -> dict:
@@ -695,7 +704,8 @@ def describe(model, tokens, windows, shown, bos_policy: str, bos) -> dict:
     if double:
         warnings.warn(f"{double} of {n} windows begin with two BOS ids", stacklevel=3)
     source = tokens.source if is_file else "array"
-    return {"torch": torch.__version__, "device": str(weight.device), "dtype": str(weight.dtype)[6:],
+    return {"torch": torch.__version__, "device": str(weight.device),
+            "dtype": str(weight.dtype).removeprefix("torch."),
             "config": dataclasses.asdict(model.config), "n_params": model.count_params()["total"],
             "data": source, "data_sha256": tokens.sha256 if is_file else None,
             "tokenizer": tokens.tokenizer if is_file else None,
@@ -729,7 +739,7 @@ def evaluate(model, tokens, *, T: int | None = None, n_sequences: int = 64, batc
     probes = [spikes, sinks] if light else \
         [spikes, sinks, outliers, channels, commits, depth, nulls, noops, posteriors]
     with evaluating(model):
-        nll, shown = run_passes(model, windows, probes, progress)
+        nll, shown = run_passes(model, windows, probes, batch_size, progress)
         massive = spikes.result(shown)
         if not light:
             massive |= measure_steps(model, shown[massive["sequence"]], massive["channel"],
@@ -749,3 +759,430 @@ def evaluate(model, tokens, *, T: int | None = None, n_sequences: int = 64, batc
         "structure": structure | {"commit": commits.result()},
         "depth": routing and routing | {"negative_entropy": posteriors.result()},
         "null": nulls.result() | {"no_op": noops.result()}}
+
+
+# ------------------------------------------------------------------------------- files and tables
+
+def write_text(path: str, text: str) -> str:
+    """Write to a temporary name in the same folder, then rename. Returns path."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    temporary = f"{path}.tmp"
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        if os.path.exists(temporary):
+            os.remove(temporary)
+    return path
+
+
+def plain(x):
+    """Strict JSON: numbers that are not finite become null, numpy and torch scalars Python's."""
+    if isinstance(x, dict):
+        return {str(key): plain(value) for key, value in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [plain(value) for value in x]
+    x = x.item() if hasattr(x, "item") else x
+    return None if isinstance(x, float) and not math.isfinite(x) else x
+
+
+def merge(old: dict, new: dict) -> dict:
+    both = {key: merge(old[key], new[key]) for key in old.keys() & new.keys()
+            if isinstance(old[key], dict) and isinstance(new[key], dict)}
+    return old | new | both
+
+
+def read_metrics(run_dir: str) -> dict:
+    """A run's metrics.json, {} if there is none. Raises EvalError if it cannot be read."""
+    path = os.path.join(run_dir, "metrics.json")
+    try:
+        with open(path, encoding="utf-8") as file:
+            metrics = json.load(file)
+        if not isinstance(metrics, dict):
+            raise ValueError("no JSON object")
+        return metrics
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise EvalError(f"{path} cannot be read ({error}): move it away first") from None
+
+
+def save_metrics(run_dir: str, metrics: dict) -> str:
+    """Merge metrics into RUN/metrics.json, atomically; what others measured stays. -> path."""
+    merged = merge(read_metrics(run_dir), plain(metrics))
+    return write_text(os.path.join(run_dir, "metrics.json"), json.dumps(merged, indent=1) + "\n")
+
+
+COLUMNS = [     # header, path in metrics.json, format: how `compare` reads a run
+    ("loss", "val.loss", ".4f"), ("bits/byte", "val.bits_per_byte", ".4f"),
+    ("max inf norm", "outliers.max_inf_norm.all_hooks", ".2f"),
+    ("of layers", "outliers.max_inf_norm.layer_outputs", ".2f"),
+    ("of ffns", "outliers.max_inf_norm.ffn_outputs", ".2f"),
+    ("kurtosis", "outliers.kurtosis.sequence", ".2f"),
+    ("token excess", "outliers.kurtosis.token_excess", ".2f"),
+    ("feature max/med", "outliers.feat_maxmed", ".2f"),
+    ("spike", "massive.max", ".2f"), ("spike/median", "massive.ratio", ".1f"),
+    ("position-0 norm", "massive.position0_peak", ".2f"),
+    ("sinks (Gu)", "sinks.ratio_gu", ".1%"), ("sinks (Spike)", "sinks.ratio_spike", ".1%"),
+    ("first-token mass", "sinks.first_token_mass", ".3f"),
+    ("persistence", "structure.decoded.persistence", ".2f"),
+    ("unit rms", "structure.decoded.persistence_unit_rms", ".2f"),
+    ("position-0 conc.", "structure.decoded.bos_concentration", ".2f"),
+    ("unit rms", "structure.decoded.bos_concentration_unit_rms", ".2f"),
+    ("null mass", "null.token_mass", ".3f"), ("depth max", "depth.max_weight", ".3f")]
+
+
+def lookup(metrics, path: str):
+    """A value by its dotted path, list indices included ("massive.position0_ratio.0"), or None."""
+    for key in path.split("."):
+        if isinstance(metrics, list) and key.lstrip("-").isdigit():
+            metrics = metrics[int(key)] if -len(metrics) <= int(key) < len(metrics) else None
+        else:
+            metrics = metrics.get(key) if isinstance(metrics, dict) else None
+    return metrics
+
+
+def as_text(value, spec: str) -> str:
+    return "–" if value is None or isinstance(value, (dict, list)) else format(value, spec)
+
+
+def markdown(header: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table: first column left, the others right."""
+    rule = [":--"] + ["--:"] * (len(header) - 1)
+    safe = lambda row: " | ".join(cell.replace("|", "\\|") for cell in row)
+    return "\n".join(f"| {safe(row)} |" for row in [header, rule, *rows]) + "\n"
+
+
+def compare(runs: list[tuple[str, dict]], columns=COLUMNS, out_dir: str | None = None):
+    """(name, metrics) of several runs -> Markdown table, CSV table, path of one figure or None.
+
+    One row a run. The CSV has full precision and dotted paths; columns that no run has are left
+    out. With out_dir: comparison.md, .csv and .png are written there.
+    """
+    columns = [c for c in columns if any(lookup(m, c[1]) is not None for _, m in runs)]
+    rows = [[name] + [as_text(lookup(metrics, path), spec) for _, path, spec in columns]
+            for name, metrics in runs]
+    table = markdown(["run"] + [header for header, _, _ in columns], rows)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["run"] + [path for _, path, _ in columns])
+    for name, metrics in runs:
+        writer.writerow([name] + [lookup(metrics, path) for _, path, _ in columns])
+    figure = None
+    if out_dir is not None:
+        write_text(os.path.join(out_dir, "comparison.md"), table)
+        write_text(os.path.join(out_dir, "comparison.csv"), text.getvalue())
+        figure = save_figure(draw_comparison(runs), os.path.join(out_dir, "comparison.png"))
+    return table, text.getvalue(), figure
+
+
+def study_table(results: list[dict], columns=COLUMNS) -> str:
+    """Seeds averaged: results of {"arm", "seed", "metrics"} -> Markdown, mean ± sd, a row per arm.
+
+    sd is the sample's (n - 1); with one seed there is none. A cell for which some seeds have no
+    value says how many it averages. columns: (header, dotted path, format) as in COLUMNS.
+    """
+    arms = list(dict.fromkeys(result["arm"] for result in results))
+    rows = []
+    for arm in arms:
+        seeds = [result for result in results if result["arm"] == arm]
+        cells = []
+        for _, path, spec in columns:
+            values = [lookup(result["metrics"], path) for result in seeds]
+            values = [v for v in values if v is not None]
+            cell = as_text(float(np.mean(values)), spec) if values else "–"
+            if len(values) > 1:
+                cell += f" ± {format(float(np.std(values, ddof=1)), spec)}"
+            cells.append(cell + (f" ({len(values)})" if 0 < len(values) < len(seeds) else ""))
+        rows.append([arm, str(len(seeds)), *cells])
+    return markdown(["arm", "seeds"] + [header for header, _, _ in columns], rows)
+
+
+# ---------------------------------------------------------------------------------------- figures
+
+BLUE, RED, GREEN = "#0072B2", "#D55E00", "#009E73"      # Okabe and Ito: safe for colour-blind eyes
+
+
+def new_figure(width: float, height: float, rows: int = 1, cols: int = 1, **options):
+    """A figure of inches, with its axes as a flat list. No pyplot: no global state, no display."""
+    from matplotlib.figure import Figure
+    fig = Figure(figsize=(width, height), layout="constrained")
+    axes = fig.subplots(rows, cols, squeeze=False, **options)
+    for ax in axes.flat:
+        ax.spines[["top", "right"]].set_visible(False)
+    return fig, list(axes.flat)
+
+
+def save_figure(fig, path: str) -> str:
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    fig.savefig(f"{path}.tmp", format="png", dpi=140)
+    os.replace(f"{path}.tmp", path)
+    return path
+
+
+def draw_layers(metrics: dict):
+    """Size and tails of the decoded and of the scratch stream after every sublayer."""
+    layers, channel = metrics["outliers"]["per_layer"], metrics["structure"]["channel"]
+    name = {"committed": "committed C (decoded)"}.get(channel, "residual stream")
+    at = [entry["layer"] + 1 for entry in layers]
+    fig, axes = new_figure(11, 3.3, 1, 3)
+    for ax, key, title in zip(axes, ("norm", "max_median", "kurtosis"), (
+            "L2 norm of a token", "largest / median channel", "excess kurtosis over channels")):
+        ax.plot(at, [entry[key] for entry in layers], "o-", color=BLUE, label=name, ms=4)
+        if layers[0]["scratch"]:
+            ax.plot(at, [entry["scratch"][key] for entry in layers], "s--", color=RED, ms=4,
+                    label="scratch D")
+        ax.set(title=f"{title}, mean over tokens", xlabel="sublayer (odd attention, even FFN)")
+        ax.xaxis.get_major_locator().set_params(integer=True)
+    axes[0].legend(frameon=False)
+    return fig
+
+
+def draw_surface(a: np.ndarray, massive: dict):
+    """|activation| over tokens x channels, a (T, d), after the sublayer of the largest spike."""
+    from matplotlib.figure import Figure
+    strips = [-(-size // 128) for size in a.shape]      # at most 128 x 128 cells, by their maximum
+    for axis, strip in enumerate(strips):
+        a = np.maximum.reduceat(a, np.arange(0, a.shape[axis], strip), axis=axis)
+    fig = Figure(figsize=(7, 5.2), layout="constrained")
+    ax = fig.add_subplot(projection="3d")
+    channel, token = np.meshgrid(np.arange(a.shape[1]) * strips[1], np.arange(len(a)) * strips[0])
+    ax.plot_surface(channel, token, a, cmap="cividis", rstride=1, cstride=1, linewidth=0)
+    ax.set(xlabel="channel", ylabel="token position",
+           title=f"|{massive['channel']}| after sublayer {massive['layer'] + 1}: "
+                 f"{massive['max']:.3g} at position {massive['position']}, dim {massive['dim']}")
+    ax.view_init(elev=28, azim=-60)
+    return fig
+
+
+def draw_grid(rows: list[list[float]], title: str, xlabel: str, ylabel: str, unit: str, top=None,
+              ticks=None):
+    """A heat map with its values written in; rows may differ in length."""
+    v = np.full((len(rows), max(map(len, rows))), np.nan)
+    for row, values in zip(v, rows):
+        row[:len(values)] = values
+    top = top or max(np.nanmax(v), 1e-6)
+    fig, (ax,) = new_figure(2.6 + 0.42 * max(6, v.shape[1]), 1.5 + 0.36 * max(4, len(v)))
+    image = ax.imshow(v, cmap="cividis", vmin=0, vmax=top, aspect="auto")
+    for (i, j), value in np.ndenumerate(v):
+        if v.size <= 300 and not np.isnan(value):
+            ax.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=8,
+                    color="black" if value > 0.55 * top else "white")
+    ax.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    ax.set_yticks(range(len(v)), ticks or range(len(v)))
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    fig.colorbar(image, ax=ax, label=unit)
+    return fig
+
+
+def draw_attention(maps: list[tuple[str, np.ndarray]]):
+    """Attention of a few heads, (title, (T, S)); shades by square root, to show the faint part."""
+    from matplotlib.colors import PowerNorm
+    fig, axes = new_figure(2.6 * len(maps) + 0.8, 3.1, 1, len(maps), sharey=True)
+    for ax, (title, probs) in zip(axes, maps):
+        image = ax.imshow(probs, cmap="cividis", norm=PowerNorm(0.5, 0, 1), interpolation="nearest")
+        ax.set(title=title, xlabel="key position")
+    axes[0].set_ylabel("query position")
+    fig.colorbar(image, ax=axes, label="attention probability")
+    return fig
+
+
+def draw_commits(commit: dict):
+    """When the ledger commits: mean gate, and its share of all that a token commits."""
+    at = np.arange(1, len(commit["per_layer"]) + 1)
+    fig, axes = new_figure(8, 3.2, 1, 2, sharex=True)
+    axes[0].plot(at, commit["per_layer"], "o-", color=BLUE)
+    axes[0].set(title="commit gate", ylabel="c, mean over tokens", ylim=(0, 1.02))
+    axes[1].bar(at, commit["relative_profile"], color=BLUE)
+    axes[1].axhline(1 / len(at), color=RED, ls="--", label="uniform")
+    axes[1].set(title=f"relative profile, entropy {commit['entropy']:.2f} of "
+                f"{commit['entropy_uniform']:.2f} nats", ylabel="share of sum over depth")
+    axes[1].legend(frameon=False)
+    for ax in axes:
+        ax.set(xlabel="sublayer (odd attention, even FFN)")
+        ax.xaxis.get_major_locator().set_params(integer=True)
+    return fig
+
+
+def draw_comparison(runs: list[tuple[str, dict]]):
+    """Six measures of several runs, a panel each, bars in the order given."""
+    panels = [c for c in COLUMNS if c[1] in (
+        "val.loss", "outliers.max_inf_norm.layer_outputs", "outliers.kurtosis.sequence",
+        "massive.ratio", "sinks.first_token_mass", "structure.decoded.persistence_unit_rms")]
+    fig, axes = new_figure(11, 1.6 + 0.5 * len(runs) + 1.6, 2, 3, sharey=True)
+    for ax, (header, path, spec) in zip(axes, panels):
+        values = [lookup(metrics, path) for _, metrics in runs]
+        bars = ax.barh(range(len(runs)), [v or 0 for v in values], color=BLUE, height=0.65)
+        ax.bar_label(bars, [as_text(v, spec) for v in values], padding=3, fontsize=8)
+        ax.set_title(f"{header}\n{path}", fontsize=9)
+        ax.margins(x=0.2)
+        ax.set_yticks(range(len(runs)), [name for name, _ in runs])
+    axes[0].invert_yaxis()
+    return fig
+
+
+def capture(model, tokens: torch.Tensor, channel: str, layer: int, per_head):
+    """From one sequence (T,): |channel| after a sublayer, (T, d), and the attention maps of the
+    heads that rank first, second, middle and last by first-token mass."""
+    order = np.argsort(-np.asarray(per_head), axis=None, kind="stable")
+    ranks = sorted({0, min(1, len(order) - 1), len(order) // 2, len(order) - 1})
+    heads = [divmod(int(order[rank]), len(per_head[0])) for rank in ranks]
+    surface, maps = [], {}
+
+    def record(name, l, x):
+        if (name, l) == (channel, layer):
+            surface.append(x[0].float().abs().cpu().numpy())                        # (T, d)
+        elif name == "attn_probs":
+            i = model.kinds[:l].count("attn")
+            maps.update({(i, h): x[0, h, :SINK_TOKENS, :SINK_TOKENS].float().cpu().numpy()
+                         for j, h in heads if j == i})
+
+    record.names = {channel, "attn_probs"}
+    with evaluating(model):
+        model(tokens[None].to(model.embed.weight.device), record=record)
+    return surface[0], [(f"layer {i + 1}, head {h + 1}", maps[i, h]) for i, h in heads]
+
+
+def figures(model, tokens, out_dir: str, *, metrics: dict | None = None, **options) -> list[str]:
+    """Draw what was measured into out_dir; returns the paths.
+
+    tokens and options (T, n_sequences, bos_policy, ...) as for evaluate, which is called if
+    metrics are not given. What a model does not have (commits, depth weights, nulls) is not drawn.
+    """
+    model = unwrap(model)
+    metrics = metrics or evaluate(model, tokens, **options)
+    keys = ("T", "n_sequences", "batch_size", "bos_policy", "tokenizer", "bos", "eot")
+    windows = open_windows(model, tokens, **{k: v for k, v in options.items() if k in keys})
+    massive, sinks = metrics["massive"], metrics["sinks"]
+    rows = torch.cat([x for x, _ in windows])                                       # (n, T)
+    row = rows[massive["sequence"]]                                                 # (T)
+    drawn = {"layers": draw_layers(metrics)}
+    if sinks["per_head"]:
+        surface, maps = capture(model, row, massive["channel"], massive["layer"], sinks["per_head"])
+        drawn["surface"], drawn["attention"] = draw_surface(surface, massive), draw_attention(maps)
+        drawn["first_token"] = draw_grid(
+            sinks["per_head"], f"attention to position 0, T={sinks['T']}", "head",
+            "attention layer", "mean probability")
+    if metrics["structure"]["commit"]:
+        drawn["commits"] = draw_commits(metrics["structure"]["commit"])
+    if metrics["depth"]:
+        drawn["depth"] = draw_grid(
+            metrics["depth"]["weights"], "depth weights (missing to 1: null)",
+            "candidate (0: embedding)", "site: sublayer", "mean weight", 1,
+            [l + 1 for l in metrics["depth"]["sites"]])
+    if metrics["null"]["token_mass"] > 0:
+        drawn["null"] = draw_grid(metrics["null"]["per_head"], "null mass", "head",
+                                  "attention layer", "mean probability")
+    return [save_figure(fig, os.path.join(out_dir, f"{name}.png")) for name, fig in drawn.items()]
+
+
+# --------------------------------------------------------------------------------------- program
+
+def open_run(path: str, device: str = "cpu"):
+    """A run folder or checkpoint file -> model, what its checkpoint says of the run, its folder.
+    Raises CheckpointError, or EvalError if there is no such device."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise EvalError(f"device {device!r}: {str(error).splitlines()[0]}") from None
+    model, payload = load_model(path)
+    folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
+    return model.to(device), payload.get("run") or {}, folder
+
+
+def text_of(run: dict, data: str | None):
+    """The validation split of the run's own corpus or of `data`, in the run's tokenizer; a token
+    file that is named is taken as it is. Raises DataError, EvalError."""
+    tokenizer = run.get("tokenizer")
+    if data is None or not data.endswith(".bin"):
+        return load(data or run.get("data") or "stdlib", "val", tokenizer=tokenizer)
+    file = TokenFile.open(data)
+    if tokenizer and get_tokenizer(tokenizer).name != file.tokenizer:
+        raise EvalError(f"{data} holds ids of the tokenizer {file.tokenizer}, the run's is "
+                        f"{tokenizer}")
+    return file
+
+
+def summary(metrics: dict) -> str:
+    """COLUMNS of one run, one a line, with the key under which metrics.json holds each."""
+    rows = [[header, as_text(lookup(metrics, path), spec), f"`{path}`"]
+            for header, path, spec in COLUMNS if lookup(metrics, path) is not None]
+    return markdown(["measure", "value", "key"], rows)
+
+
+def report_run(path: str, model=None, *, data: str | None = None, bos: str | None = None,
+               device: str = "cpu", draw: bool = True, out: str | None = None, **options) -> dict:
+    """Measure a run, write metrics.json and figures/ into its folder (or `out`), print both.
+
+    model: the run's, if it is in memory. data, bos: by default the run's own. options: evaluate's.
+    Returns the metrics.
+    """
+    if model is None:
+        model, run, folder = open_run(path, device)
+    else:
+        run, folder = load_checkpoint(path).get("run") or {}, path
+    folder, tokens = out or folder, text_of(run, data)
+    options = {"bos_policy": bos or run.get("bos") or "none", **options}
+    about = {key: run.get(key) for key in ("git", "arch", "size", "seed", "steps", "tokens")}
+    metrics = evaluate(model, tokens, progress=True, protocol=about, **options)
+    saved = save_metrics(folder, metrics)
+    print(f"{metrics['protocol']['text']}\n\n{summary(metrics)}\nmetrics  {saved}")
+    if draw:
+        drawn = figures(model, tokens, os.path.join(folder, "figures"), metrics=metrics, **options)
+        print("figures  " + " ".join(drawn))
+    return metrics
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0],
+        epilog="Results: metrics.json and figures/ in each run's folder; for several paths also "
+               "comparison.md, .csv and .png in --out (default: the folder that holds the runs).")
+    parser.add_argument("paths", nargs="+", metavar="RUN", help="run folder or checkpoint file")
+    text = parser.add_argument_group("text")
+    text.add_argument("--data", help="corpus name, text or token file (default: the run's own)")
+    text.add_argument("--bos", choices=("none", "document", "window"),
+                      help="where a BOS id is shown (default: as in training)")
+    text.add_argument("--T", type=int, help="tokens per window (default: the model's block_size)")
+    text.add_argument("--n-sequences", type=int, default=64,
+                      help="windows to evaluate (default 64)")
+    run = parser.add_argument_group("running")
+    run.add_argument("--batch-size", type=int, default=8, help="windows at a time (default 8)")
+    run.add_argument("--device", default="cpu", help="cpu, cuda, ... (default cpu)")
+    run.add_argument("--eps", type=float, default=EPSILON,
+                     help=f"a head is a sink head above this mean attention (default {EPSILON})")
+    run.add_argument("--out", help="folder for the results (default: each run's own)")
+    run.add_argument("--no-figures", action="store_true", help="numbers only")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    names = [os.path.basename(os.path.dirname(os.path.abspath(path)) if os.path.isfile(path)
+                              else os.path.abspath(path)) for path in args.paths]
+    names = names if len(set(names)) == len(names) else args.paths
+    several, runs = len(args.paths) > 1, []
+    try:
+        if not 0 < args.eps < 1:
+            raise EvalError(f"--eps {args.eps:g} must lie between 0 and 1")
+        for path, name in zip(args.paths, names):
+            out = os.path.join(args.out, name) if args.out and several else args.out
+            runs.append((name, report_run(
+                path, data=args.data, bos=args.bos, device=args.device, draw=not args.no_figures,
+                out=out, T=args.T, n_sequences=args.n_sequences, batch_size=args.batch_size,
+                epsilon=args.eps)))
+        if several:
+            place = args.out or os.path.dirname(os.path.abspath(args.paths[0]))
+            table, _, figure = compare(runs, out_dir=place)
+            print(f"\n{table}\ncomparison  {figure} (and .md, .csv)")
+    except (ValueError, OSError) as error:       # CheckpointError, DataError, EvalError among them
+        print(f"eval.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
