@@ -305,8 +305,11 @@ class TokenWriter:
             handle, name = tempfile.mkstemp(".tmp", self.path.name + ".", self.path.parent)
             self.temporary, self.file = Path(name), os.fdopen(handle, "w+b")
         # What lies beyond the last saved state is dropped; the rest is read again for the hash.
-        itemsize = token_dtype(vocab_size).itemsize
-        self.file.truncate(HEADER_BYTES + self.counts["n_tokens"] * itemsize)
+        end = HEADER_BYTES + self.counts["n_tokens"] * token_dtype(vocab_size).itemsize
+        if resume and os.fstat(self.file.fileno()).st_size < end:
+            raise DataError(f"{self.temporary} is shorter than when it was saved: delete it and "
+                            "its .progress.json to begin anew")
+        self.file.truncate(end)
         self.file.seek(HEADER_BYTES)
         while part := self.file.read(1 << 22):
             self.digest.update(part)

@@ -5,7 +5,7 @@
     x_{t+1} = x_{t-1}              if x_t is a trigger     (a copy: needs attention)
     x_{t+1} ~ P(. | x_t)           otherwise               (a bigram: attention has nothing to add)
 
-[Backcopy 5.7], Guo et al. 2024, "Active-Dormant Attention Heads" (arXiv 2410.13835). A head that
+Guo et al. 2024, "Active-Dormant Attention Heads" (arXiv 2410.13835). A head that
 copies after triggers must do nothing elsewhere; a softmax that must spend its mass somewhere parks
 it on BOS (the sink), whose value shrinks (the drain) while its residual grows (the peak). The paper
 trains 1 to 3 layers of one head, d 256, for 10k steps of 512 x 256.
@@ -91,7 +91,8 @@ class Backcopy:
         self._cdf = (cdf / cdf[:, -1:] + np.arange(s + 1)[:, None]).reshape(-1)  # (V * V,)
 
     def batch(self, step: int, rank: int = 0, world: int = 1, micro: int = 0):
-        """(x, y), int64 (B, T) each: a pure function of (seed, step, micro); the rank's rows."""
+        """[Backcopy 5.7] (x, y), int64 (B, T) each: a pure function of (seed, step, micro), of
+        whose global batch the rank takes its rows. y[t] is the token after x[t]."""
         rows = slice(rank * self.batch_size, (rank + 1) * self.batch_size)
         return self._draw(generator(self.seed, step, micro), world * self.batch_size, rows)
 

@@ -102,9 +102,11 @@ def text_documents(path: Path, val_fraction: float) -> list[tuple[str, str]]:
 
 def row_text(row: dict) -> str:
     """A data set's row -> text: GSM8K's question and answer, or the field `text`."""
-    if "question" in row:
+    if "question" in row and "answer" in row:
         return f"Question: {row['question']}\nAnswer: {row['answer']}"
-    text = row["text"]
+    text = row.get("text")
+    if not isinstance(text, str):
+        raise DataError(f"a row has no field 'text', only {', '.join(map(str, row))[:80]}")
     if text.startswith(("b'", 'b"')):           # some Wiki40B exports hold the repr of bytes
         text = ast.literal_eval(text).decode("utf-8", "replace")
     if "_START_" in text:                       # Wiki40B marks its structure with words
@@ -163,18 +165,42 @@ def hub_rows(name: str, split: str) -> Callable[[int], Iterable[dict]]:
 
 
 def file_rows(path: Path, by_line: bool) -> Callable[[int], Iterable[dict]]:
-    """The rows of a .jsonl, .parquet or text file (its lines, or all of it as one row)."""
+    """skip -> the rows of a .jsonl, .parquet or text file (its lines, or all of it as one row)."""
     def rows(skip: int) -> Iterator[dict]:
         if path.suffix == ".parquet":
-            import pyarrow.parquet
-            batches = pyarrow.parquet.ParquetFile(path).iter_batches()
-            found = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+            found = parquet_rows(path)
         else:
             lines = text_documents(path, 0.0)[0][1].splitlines(keepends=True)
-            found = (map(json.loads, filter(str.strip, lines)) if path.suffix == ".jsonl" else
+            found = (json_rows(path, lines) if path.suffix == ".jsonl" else
                      ({"text": line} for line in (lines if by_line else ["".join(lines)])))
         return itertools.islice(found, skip, None)
     return rows
+
+
+def json_rows(path: Path, lines: Iterable[str]) -> Iterator[dict]:
+    """Lines of JSON objects -> rows. DataError names a line that is none."""
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if not isinstance(row, dict):
+                raise DataError(f"{path}, line {number}: not a JSON object")
+            yield row
+
+
+def parquet_rows(path: Path) -> Iterator[dict]:
+    """A parquet file -> rows, a batch at a time."""
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError(f"{path} needs pyarrow: pip install pyarrow") from None
+    try:
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
+            yield from batch.to_pylist()
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path} is not a readable parquet file: {error}") from None
 
 
 def documents_of(rows: Callable, make: Callable) -> Callable[[int], Iterator[tuple[str, str]]]:
@@ -397,10 +423,17 @@ def estimate(split: str, budget: int | None, tokenizer) -> str:
 def parser() -> argparse.ArgumentParser:
     """The command line, grouped."""
     p = argparse.ArgumentParser(
-        description="Turn a corpus into token files: one per split, with a header that names the "
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Turn a corpus into token files, one per split, with a header that names the\n"
         "tokenizer and hashes the ids. train.py and eval.py take the corpus name or a file.",
-        epilog="Offline by default. An interrupted download continues where it was: run the same "
-        "command again.")
+        epilog="""examples
+  python data/prepare.py stdlib                        a second, no network: the default corpus
+  python data/prepare.py my.txt --tokenizer gpt2       head for training, tail for validation
+  python data/prepare.py wikitext2 --download          fetch it once
+  python data/prepare.py wikitext2 --from-file wiki.train.raw wiki.valid.raw wiki.test.raw
+  python data/prepare.py fineweb-edu --tokenizer gpt2 --tokens 1e9 --download
+
+Offline unless --download is given. Interrupted? The same command continues where it was.""")
     what = p.add_argument_group("what")
     what.add_argument("corpus", help="stdlib, " + ", ".join(HUB) + ", or a text, .jsonl (field "
                       "'text') or .parquet file")

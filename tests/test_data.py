@@ -465,6 +465,28 @@ def test_bad_text_files(tmp_path, content, message):
     assert [p.name for p in tmp_path.iterdir()] == ["t.txt"]
 
 
+@pytest.mark.parametrize("lines, message", [
+    ('{"text": "a"}\n\n{"text": \n', "line 3: not a JSON object"), ("[1]\n", "line 1: not a JSON"),
+    ('{"title": "a"}\n', "no field 'text', only title"), ('{"text": 3}\n', "no field 'text'")])
+def test_bad_rows_are_named(tmp_path, lines, message):
+    (tmp_path / "d.jsonl").write_text(lines)
+    with pytest.raises(DataError, match=message):
+        load(tmp_path / "d.jsonl", folder=tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["d.jsonl"]
+
+
+def test_parquet_rows(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+    table = pyarrow.table({"text": [f"document {i}" for i in range(200)]})
+    pyarrow.parquet.write_table(table, tmp_path / "d.parquet")
+    found = [load(tmp_path / "d.parquet", s, folder=tmp_path) for s in ("train", "val")]
+    assert sum((f.tokens == 256).sum() - 1 for f in found) == 200
+    (tmp_path / "e.parquet").write_text("not parquet")
+    with pytest.raises(DataError, match="not a readable parquet"):
+        load(tmp_path / "e.parquet", folder=tmp_path)
+
+
 def test_jsonl_documents_are_split_by_hash_so_duplicates_stay_together(tmp_path):
     path = tmp_path / "d.jsonl"
     texts = [f"document {i % 300} is here" for i in range(600)]
@@ -562,6 +584,15 @@ def test_killed_between_the_two_last_renames(tmp_path):
         streamed(tmp_path / "b", lambda skip: stream(skip, 300))
     os.replace(tmp_path / "b/f-train.bin.part", tmp_path / "b/f-train.bin")
     assert streamed(tmp_path / "b", stream) == straight
+
+
+def test_a_partial_file_that_shrank_is_not_filled_with_zeros(tmp_path):
+    with pytest.raises(ConnectionError):
+        streamed(tmp_path, lambda skip: stream(skip, 300))
+    part = tmp_path / "f-train.bin.part"
+    part.write_bytes(part.read_bytes()[:5000])
+    with pytest.raises(DataError, match="shorter than when it was saved"):
+        streamed(tmp_path, stream)
 
 
 def test_another_preparation_is_not_mixed_in(tmp_path):
