@@ -1,0 +1,822 @@
+"""Train one model, or a whole study of them, and print what became of its outliers.
+
+    python train.py --arch ledger --sparsity high         # nano, offline, a few minutes on a CPU
+    python train.py --arch oasis --size 160m --data fineweb-edu
+    python train.py --study ledger --seeds 3              # every arm x seed, then the table
+    torchrun --nproc-per-node 8 train.py ...              # the same batches on 8 GPUs
+
+A preset (--arch) is a named set of the mechanism flags, and each flag overrides it. A run is a
+folder: config.json, log.jsonl, checkpoint.pt, metrics.json, figures/. Nothing in it is ever half
+written: Ctrl-C saves and stops, `--resume` continues, and since every batch is a pure function of
+(seed, step) a run in two pieces equals the run in one, bit by bit on a CPU.
+
+Read first: `Trainer.step` and `Trainer.run`, the loop; then RECIPES; then `run_study`.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from dataclasses import dataclass
+
+import torch
+from tqdm import tqdm
+
+import eval as evaluation
+from data import DataError, Windows, get_tokenizer
+from data.prepare import load
+from model import (PRESETS, SIZES, CheckpointError, Config, Transformer, load_checkpoint,
+                   load_weights, save_checkpoint)
+from softmax1 import describe
+
+
+class UsageError(ValueError):
+    """A request that cannot be carried out, in one line."""
+
+
+# -------------------------------------------------------------------------------------- settings
+
+@dataclass
+class Recipe:
+    """How to train, beside what to train (model.Config). Saved with every run."""
+    arch: str = "vanilla"
+    size: str = "nano"
+    data: str = "stdlib"
+    tokenizer: str = "bytes"
+    bos: str = "window"           # none | document | window
+    seed: int = 0
+    steps: int = 600
+    batch_size: int = 12          # sequences per optimiser step, over all devices
+    micro_batch: int = 0          # sequences per forward pass and device; 0: all of them
+    lr: float = 3e-3
+    min_lr: float = 0.1           # share of lr at the end
+    warmup: int = 50
+    schedule: str = "cosine"      # cosine | linear
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    loss_min: int = 0             # positions of the context that the loss counts, [min, max)
+    loss_max: int = 0             # 0: all
+    eval_every: int = 200
+    probe_every: int = 0
+    dtype: str = "auto"           # auto | float32 | bfloat16
+
+
+# nano and micro are ours; 60m is Gu et al.'s (arXiv 2410.10781), 160m and 290m [Ledger 2.7]
+RECIPES = {
+    "nano": {},
+    "micro": {"steps": 2000, "lr": 2e-3, "warmup": 100},
+    "60m": {"data": "fineweb-edu", "tokenizer": "gpt2", "bos": "none", "steps": 20000,
+            "batch_size": 1024, "micro_batch": 32, "lr": 4e-4, "warmup": 100, "eval_every": 500},
+    "160m": {"data": "fineweb-edu", "tokenizer": "gpt2", "bos": "none", "steps": 14000,
+             "batch_size": 24, "lr": 3e-4, "warmup": 300, "beta2": 0.999, "eval_every": 500},
+    "290m": {"data": "fineweb-edu", "tokenizer": "gpt2", "bos": "none", "steps": 8000,
+             "batch_size": 16, "lr": 3e-4, "warmup": 300, "beta2": 0.999, "eval_every": 500},
+}
+SPARSITY = {"none": 0.0, "low": 0.05, "high": 0.3}
+CHOICES = {"arch": list(PRESETS), "size": list(SIZES), "bos": ["none", "document", "window"],
+           "schedule": ["cosine", "linear"], "dtype": ["auto", "float32", "bfloat16"]}
+# what --resume may change: nothing that changes the numbers
+FREE_ON_RESUME = {"micro_batch", "eval_every", "probe_every"}
+
+RECIPE_HELP = {
+    "arch": "preset of mechanism flags", "size": "shape and recipe",
+    "data": "corpus name, text file or token file; see data/prepare.py",
+    "tokenizer": "bytes, gpt2, or the path of a tokenizer.json",
+    "bos": "none: windows of the stream as it is; document: one BOS before each document; window: "
+           "BOS is position 0 of every window",
+    "seed": "seed of the initial weights and of the order of the data",
+    "steps": "optimiser steps, and the length of the schedule",
+    "batch_size": "sequences per optimiser step, over all devices together",
+    "micro_batch": "sequences per forward pass and device; gradients accumulate (0: all at once)",
+    "lr": "peak learning rate", "min_lr": "final learning rate as a share of the peak",
+    "warmup": "steps of linear warmup", "schedule": "decay after warmup",
+    "beta1": "AdamW's first moment", "beta2": "AdamW's second moment",
+    "weight_decay": "on the backbone's matrices; gains, biases, gates, queries never decay",
+    "clip": "largest gradient norm",
+    "loss_min": "first context position that the loss counts",
+    "loss_max": "position from which the loss counts no more (0: all)",
+    "eval_every": "steps between validation losses and checkpoints",
+    "probe_every": "steps between measurements of sinks and spikes (0: never)",
+    "dtype": "auto: bfloat16 where the machine has it in hardware, else float32",
+}
+MODEL_HELP = {
+    "n_layer": "transformer blocks", "n_head": "attention heads",
+    "n_kv_head": "key/value heads (0: as many as heads)", "head_dim": "head size (0: d / heads)",
+    "d_model": "width", "d_ff": "feed-forward width (0: 8/3 d for SwiGLU, else 4 d)",
+    "block_size": "context length in tokens", "pos": "rope | learned | none",
+    "norm": "pre | sandwich | sandwich-qk | dyt | post", "qk_norm": "RMSNorm on queries and keys",
+    "ffn": "swiglu | gelu | linear | none", "tied_head": "head shares the embedding's weight",
+    "normalizer": "token softmax: softmax | softmax1 | clipped | sparsemax | entmax15 | sink",
+    "null_init": "first value of the learned null logit (sink)",
+    "clip_gamma": "lower stretch of the clipped softmax", "clip_zeta": "its upper stretch",
+    "gate": "gate on head outputs: none | channel | head | single (-static) | position | token | "
+            "bondarenko", "gate_init": "initial opening of the bondarenko gate",
+    "residual": "standard | ledger | hc2 | delta | attnres | oasis",
+    "depth_normalizer": "depth softmax of attnres and oasis, as --normalizer",
+    "depth_block": "sublayers per block of attnres (0: full)",
+    "coupling": "a branch's token null mass lowers its routing logit (OASIS)",
+    "coupling_detach": "no gradient through that null mass (ablation)",
+    "router_init": "oasis router: zero | recent | index",
+    "ledger_rank": "rank of ledger's maps (0: d/8, at most 64)",
+    "ledger_gamma": "share of the scratch stream that is decoded",
+    "ledger_cap": "largest token norm of the committed stream (0: none)",
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Every flag is None unless given, so that presets, recipes and --resume can fill the rest."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="sizes: " + ", ".join(SIZES) + "\npresets: " + ", ".join(PRESETS)
+        + "\nstudies: " + ", ".join(STUDIES) + "\n\nMechanism flags override the preset. "
+        "See README.md for what each one does.")
+    what = parser.add_argument_group("what to train")
+    how = parser.add_argument_group("how to train (defaults: nano; other sizes bring their recipe)")
+    mechanism = parser.add_argument_group("shape and mechanisms (each overrides the preset)")
+    running = parser.add_argument_group("running")
+    study = parser.add_argument_group("studies")
+    for field in dataclasses.fields(Recipe):
+        choices = CHOICES.get(field.name)
+        group = what if field.name in ("arch", "size", "data", "tokenizer", "bos", "seed") else how
+        add_flag(group, field, f"{RECIPE_HELP[field.name]} (default {field.default})", choices)
+    what.add_argument("--sparsity", help="weight of ledger's commit penalty: none (0), low (0.05), "
+                      "high (0.3), or a number; the released code's arm is 0.02")
+    for field in dataclasses.fields(Config):
+        if field.name in MODEL_HELP:
+            add_flag(mechanism, field, MODEL_HELP[field.name])
+    running.add_argument("--out", help="run folder (default runs/ARCH-SIZE-DATA-sSEED)")
+    running.add_argument("--resume", action="store_true", help="continue the run in --out; other "
+                         "flags come from its checkpoint")
+    running.add_argument("--stop-after", type=int, metavar="N", help="stop after step N of "
+                         "--steps, with a checkpoint")
+    running.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
+    running.add_argument("--compile", action="store_true", help="torch.compile: worth its minutes "
+                         "on a GPU and on long runs")
+    running.add_argument("--grad-checkpoint", action="store_true", help="recompute sublayers in "
+                         "the backward pass: less memory, more time")
+    running.add_argument("--no-eval", action="store_true", help="train only; eval.py can measure "
+                         "later")
+    study.add_argument("--study", choices=list(STUDIES), help="train every arm of a comparison")
+    study.add_argument("--seeds", type=int, default=3, help="seeds per arm (default 3)")
+    study.add_argument("--arms", help="only these arms of the study, separated by commas")
+    study.add_argument("--jobs", type=int, default=1, help="runs at a time; they share the cores")
+    return parser
+
+
+def add_flag(group, field: dataclasses.Field, text: str, choices=None):
+    """One dataclass field as a flag: --n-layer 6, --coupling / --no-coupling."""
+    flag = "--" + field.name.replace("_", "-")
+    if isinstance(field.default, bool):
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
+    else:
+        group.add_argument(flag, type=type(field.default), choices=choices, help=text,
+                           metavar=None if choices is None else field.name.upper())
+
+
+def given(args, cls) -> dict:
+    """The fields of a dataclass that the command line sets."""
+    return {f.name: getattr(args, f.name) for f in dataclasses.fields(cls)
+            if getattr(args, f.name, None) is not None}
+
+
+def resolve(args) -> tuple[Recipe, dict]:
+    """Command line -> recipe and Config fields: defaults < size < preset < flags."""
+    size = args.size or "nano"
+    recipe = Recipe(**{**RECIPES[size], "size": size, **given(args, Recipe)})
+    shape = {**SIZES[size], **PRESETS[recipe.arch], **given(args, Config)}
+    if args.sparsity is not None:
+        if shape.get("residual") != "ledger":
+            raise UsageError(f"--sparsity is the ledger's penalty, and {recipe.arch} has no ledger")
+        shape["sparsity"] = number(args.sparsity)
+    check_recipe(recipe)
+    return recipe, shape
+
+
+def number(text: str) -> float:
+    """--sparsity: a word of SPARSITY, or a number."""
+    try:
+        return SPARSITY[text] if text in SPARSITY else float(text)
+    except ValueError:
+        raise UsageError(f"--sparsity {text!r}: none, low, high or a number") from None
+
+
+def check_recipe(r: Recipe):
+    for name in ("steps", "batch_size", "eval_every"):
+        if getattr(r, name) < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1")
+    if r.micro_batch and r.batch_size % r.micro_batch:
+        raise UsageError(f"--batch-size {r.batch_size} is no multiple of --micro-batch "
+                         f"{r.micro_batch}")
+    if r.lr <= 0 or r.clip <= 0 or r.weight_decay < 0 or not 0 <= r.min_lr <= 1:
+        raise UsageError("--lr and --clip must be positive, --weight-decay at least 0, --min-lr in "
+                         "[0, 1]")
+    if r.loss_max and r.loss_max <= r.loss_min:
+        raise UsageError(f"--loss-max {r.loss_max} must exceed --loss-min {r.loss_min}")
+
+
+# ---------------------------------------------------------------------------------- the machine
+
+@dataclass
+class Machine:
+    """Where the run happens: device, rank among the processes of torchrun, arithmetic."""
+    device: torch.device
+    dtype: torch.dtype
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def main(self) -> bool:
+        return self.rank == 0
+
+    def autocast(self):
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+
+def find_machine(device: str | None, dtype: str) -> Machine:
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    cuda = torch.cuda.is_available() if device is None else device.startswith("cuda")
+    if cuda and not torch.cuda.is_available():
+        raise UsageError(f"--device {device}: this machine has no CUDA device")
+    name = device or (f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if cuda else "cpu")
+    if cuda:
+        torch.cuda.set_device(name)
+    native = torch.cuda.is_bf16_supported() if cuda else torch.cpu._is_avx512_bf16_supported()
+    low = dtype == "bfloat16" or dtype == "auto" and native
+    if world > 1 and not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("nccl" if cuda else "gloo")
+    return Machine(torch.device(name), torch.bfloat16 if low else torch.float32, rank, world)
+
+
+# --------------------------------------------------------------------------------------- the loop
+
+def optimizer_for(model: Transformer, recipe: Recipe, device: torch.device):
+    """AdamW over the model's named decay groups."""
+    params = dict(model.named_parameters())
+    groups = [{"params": [params[n] for n in names], "names": names,
+               "weight_decay": recipe.weight_decay if kind == "decay" else 0.0}
+              for kind, names in model.decay_groups().items() if names]
+    return torch.optim.AdamW(groups, lr=recipe.lr, betas=(recipe.beta1, recipe.beta2),
+                             fused=device.type in ("cuda", "cpu"))
+
+
+def learning_rate(step: int, r: Recipe) -> float:
+    """Linear warmup, then cosine or linear to min_lr * lr at the last step."""
+    if step < r.warmup:
+        return r.lr * (step + 1) / r.warmup
+    t = (step - r.warmup) / max(1, r.steps - 1 - r.warmup)
+    fall = 0.5 * (1 + math.cos(math.pi * min(t, 1))) if r.schedule == "cosine" else 1 - min(t, 1)
+    return r.lr * (r.min_lr + (1 - r.min_lr) * fall)
+
+
+class Trainer:
+    """One run: model, optimiser, data and folder. `step` is what is learnt, `run` what is done."""
+
+    def __init__(self, recipe: Recipe, shape: dict, out: str, machine: Machine, args):
+        self.recipe, self.out, self.machine, self.args = recipe, out, machine, args
+        train_file, self.val_file = (load(recipe.data, split, tokenizer=recipe.tokenizer)
+                                     for split in ("train", "val"))
+        try:
+            self.config = Config(**{**shape, "vocab_size": train_file.vocab_size})
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        share = recipe.micro_batch * machine.world or recipe.batch_size
+        if recipe.batch_size % share or share % machine.world:
+            raise UsageError(f"--batch-size {recipe.batch_size} does not divide into "
+                             f"{machine.world} devices x --micro-batch")
+        self.accumulate, self.rows = recipe.batch_size // share, share // machine.world
+        block = self.config.block_size
+        self.windows = Windows(train_file, block, self.rows, bos_policy=recipe.bos,
+                               seed=recipe.seed)
+        self.val_windows = Windows(self.val_file, block, self.rows, bos_policy=recipe.bos)
+        self.model = Transformer(self.config, seed=recipe.seed).to(machine.device)
+        self.model.grad_checkpoint = args.grad_checkpoint
+        self.optimizer = optimizer_for(self.model, recipe, machine.device)
+        self.begin, self.data_sha256, self.wrapped = 0, train_file.sha256, None
+
+    # ----------------------------------------------------------------------------- learning
+
+    def step(self, step: int) -> dict:
+        """One optimiser step over batch_size sequences; returns what to log."""
+        lr = learning_rate(step, self.recipe)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        total = penalty = 0.0
+        for micro in range(self.accumulate):
+            x, y = self.windows.batch(step, self.machine.rank, self.machine.world, micro)  # (B, T)
+            y = self.restrict(y)                                                    # (B, T)
+            last = micro == self.accumulate - 1
+            sync = contextlib.nullcontext() if last or self.machine.world == 1 \
+                else self.wrapped.no_sync()
+            with sync:
+                with self.machine.autocast():
+                    _, loss = self.wrapped(x.to(self.machine.device), y.to(self.machine.device))
+                (loss / self.accumulate).backward()
+            total += loss.detach() / self.accumulate
+            penalty += self.model.aux / self.accumulate
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
+        total = float(total)
+        if not math.isfinite(total) or not math.isfinite(float(norm)):
+            raise UsageError(f"loss {total}, gradient norm {float(norm)} at step {step}: lower --lr; "
+                             f"the last checkpoint in {self.out}, if any, is from before")
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return {"step": step, "loss": total - float(penalty), "penalty": float(penalty), "lr": lr,
+                "grad_norm": float(norm), "batch": zlib.crc32(x.numpy().tobytes())}
+
+    def restrict(self, y):
+        """Targets outside context positions [loss_min, loss_max) do not count. [Spike 3.7]"""
+        low, high = self.recipe.loss_min, self.recipe.loss_max or y.shape[1]
+        if low == 0 and high >= y.shape[1]:
+            return y
+        y = y.clone()
+        y[:, :low] = -1
+        y[:, high:] = -1
+        return y                                                                    # (B, T)
+
+    @torch.no_grad()
+    def validate(self, n_sequences: int = 48) -> float:
+        """Mean cross-entropy in nats per token over fixed windows of the held-out split."""
+        total = count = 0
+        for x, y in self.val_windows.sequential(n_sequences):
+            with self.machine.autocast():
+                logits, _ = self.model(x.to(self.machine.device))                   # (B, T, V)
+            total += torch.nn.functional.cross_entropy(
+                logits.float().flatten(0, 1), y.to(logits.device).flatten(), reduction="sum")
+            count += y.numel()
+        return float(total) / count
+
+    def run(self):
+        """The loop. Whatever ends it, the folder holds the last complete checkpoint."""
+        r, end = self.recipe, min(self.recipe.steps, self.args.stop_after or self.recipe.steps)
+        self.wrapped = self.wrap()
+        log = Log(self.out, self.begin) if self.machine.main else None
+        tokens = r.batch_size * self.config.block_size
+        bar = tqdm(range(self.begin, end), initial=self.begin, total=end, unit="step",
+                   disable=not self.machine.main or None, dynamic_ncols=True)
+        start = time.perf_counter()
+        with StopRequest() as stop:
+            for step in bar:
+                row, done = self.step(step), step + 1
+                rate = tokens * (done - self.begin) / (time.perf_counter() - start)
+                bar.set_postfix(loss=f"{row['loss']:.3f}", tok_s=f"{rate:,.0f}", refresh=False)
+                if log:
+                    log.write({**row, "tokens": tokens * done})
+                    if done % r.eval_every == 0 or done == end or stop.asked:
+                        self.save(done)      # before evaluating: a run killed there resumes here
+                        log.write({"step": step, "val_loss": self.validate()})
+                    if r.probe_every and done % r.probe_every == 0:
+                        log.write({"step": step, "probe": self.probe()})
+                if stop.asked:
+                    raise KeyboardInterrupt
+        self.speed = tokens * (end - self.begin) / max(1e-9, time.perf_counter() - start)
+        return end
+
+    def wrap(self):
+        """The model, compiled and distributed as asked; falls back in one line."""
+        model = self.model
+        if self.args.compile:
+            model = try_compile(model, self.windows.batch(0), self.machine)
+        if self.machine.world > 1:
+            model = torch.nn.parallel.DistributedDataParallel(model)
+        return model
+
+    def probe(self) -> dict:
+        """Sinks and spikes of the model as it is now, cheaply. See eval.evaluate(light=True)."""
+        return evaluation.evaluate(self.model, self.val_file, n_sequences=16, light=True,
+                                   bos_policy=self.recipe.bos, T=self.config.block_size)
+
+    # ------------------------------------------------------------------------ keeping and resuming
+
+    def describe(self) -> dict:
+        """Plain Python that says what this run is: stored in config.json and in the checkpoint."""
+        return {**dataclasses.asdict(self.recipe), "data_sha256": self.data_sha256,
+                "torch": str(torch.__version__), "device": str(self.machine.device),
+                "arithmetic": str(self.machine.dtype).removeprefix("torch."),
+                "git": git_revision()}
+
+    def save(self, steps_done: int):
+        save_checkpoint(os.path.join(self.out, "checkpoint.pt"), {
+            "config": dataclasses.asdict(self.config), "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(), "steps_done": steps_done,
+            "run": {**self.describe(), "steps_done": steps_done,
+                    "tokens": steps_done * self.recipe.batch_size * self.config.block_size}})
+
+    def restore(self, payload: dict):
+        """Take up a checkpoint; another Config or other data are errors that say what differs."""
+        mine = dataclasses.asdict(self.config)
+        differ = [f"{k} {payload['config'].get(k)!r} -> {mine[k]!r}" for k in mine
+                  if payload["config"].get(k) != mine[k]]
+        if differ:
+            raise CheckpointError(f"the checkpoint has another Config: {', '.join(differ)}")
+        if payload["run"]["data_sha256"] != self.data_sha256:
+            raise CheckpointError(f"the run saw another {self.recipe.data} (its hash differs): "
+                                  "prepare the same data or start anew")
+        load_weights(self.model, payload["model"], self.out)
+        self.optimizer.load_state_dict(payload["optimizer"])
+        self.begin = payload["steps_done"]
+
+    def write_config(self):
+        text = json.dumps({"config": dataclasses.asdict(self.config), "run": self.describe()},
+                          indent=2)
+        evaluation.write_text(os.path.join(self.out, "config.json"), text + "\n")
+
+
+class Log:
+    """log.jsonl, a line at a time. On resume, lines from beyond the checkpoint are dropped."""
+
+    def __init__(self, out: str, begin: int):
+        self.path = os.path.join(out, "log.jsonl")
+        kept = [row for row in read_log(out) if row["step"] < begin]
+        evaluation.write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def write(self, row: dict):
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def read_log(out: str) -> list[dict]:
+    """The complete lines of a run's log (a killed process can leave half a line)."""
+    rows = []
+    with contextlib.suppress(FileNotFoundError), open(os.path.join(out, "log.jsonl")) as file:
+        for line in file:
+            with contextlib.suppress(json.JSONDecodeError):
+                rows.append(json.loads(line))
+    return rows
+
+
+class StopRequest:
+    """Ctrl-C and SIGTERM end the run after the step in progress, saved; a second ends it now."""
+
+    def __enter__(self):
+        self.asked, self.before = False, {}
+        with contextlib.suppress(ValueError):       # only the main thread may handle signals
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.before[number] = signal.signal(number, self.ask)
+        return self
+
+    def ask(self, *_):
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def __exit__(self, *_):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+def try_compile(model: Transformer, batch, machine: Machine):
+    """torch.compile, tried on one batch; without a working compiler, one line, then eager."""
+    compiled = torch.compile(model)
+    try:
+        with machine.autocast():
+            compiled(*(t.to(machine.device) for t in batch))
+        return compiled
+    except Exception as error:
+        if machine.main:
+            print(f"torch.compile is not available ({type(error).__name__}): training uncompiled")
+        return model
+
+
+def git_revision() -> str:
+    here = os.path.dirname(os.path.abspath(__file__))
+    try:
+        return subprocess.run(["git", "describe", "--always", "--dirty"], cwd=here, text=True,
+                              capture_output=True, timeout=10).stdout.strip() or "unknown"
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+# ---------------------------------------------------------------------------------------- one run
+
+def train(args) -> int:
+    recipe, shape, out, payload = plan(args)
+    machine = find_machine(args.device, recipe.dtype)
+    trainer = Trainer(recipe, shape, out, machine, args)
+    if payload:
+        trainer.restore(payload)
+    if machine.main:
+        os.makedirs(out, exist_ok=True)
+        trainer.write_config()
+        print_header(trainer)
+    end = trainer.run()
+    if machine.main:
+        report(trainer, end)
+    if machine.world > 1:
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+    return 0
+
+
+def plan(args):
+    """Recipe, Config fields, folder and, when resuming, the checkpoint."""
+    if not args.resume:
+        recipe, shape = resolve(args)
+        return recipe, shape, args.out or fresh_folder(recipe), None
+    out = args.out or newest_folder(resolve(args)[0])
+    payload = load_checkpoint(out)
+    if "run" not in payload or "optimizer" not in payload:
+        raise CheckpointError(f"{out} cannot be resumed: it holds no optimiser state")
+    names = {f.name for f in dataclasses.fields(Recipe)}
+    recipe = Recipe(**{k: v for k, v in payload["run"].items() if k in names})
+    asked = {**given(args, Recipe), **given(args, Config)}
+    if args.sparsity is not None:
+        asked["sparsity"] = number(args.sparsity)
+    saved = {**payload["config"], **dataclasses.asdict(recipe)}
+    differ = [f"--{k.replace('_', '-')} {v} (the run has {saved[k]})" for k, v in asked.items()
+              if saved[k] != v and k not in FREE_ON_RESUME]
+    if differ:
+        raise CheckpointError(f"cannot resume {out} with {', '.join(differ)}")
+    recipe = dataclasses.replace(recipe, **{k: asked[k] for k in FREE_ON_RESUME & asked.keys()})
+    return recipe, payload["config"], out, payload
+
+
+def stem(recipe: Recipe) -> str:
+    data = os.path.splitext(os.path.basename(recipe.data))[0]
+    return os.path.join("runs", f"{recipe.arch}-{recipe.size}-{data}-s{recipe.seed}")
+
+
+def fresh_folder(recipe: Recipe) -> str:
+    """A folder that is not there yet: an old run is never overwritten."""
+    base, n = stem(recipe), 1
+    while os.path.exists(base if n == 1 else f"{base}-{n}"):
+        n += 1
+    return base if n == 1 else f"{base}-{n}"
+
+
+def newest_folder(recipe: Recipe) -> str:
+    base, n = stem(recipe), 1
+    while os.path.exists(f"{base}-{n + 1}"):
+        n += 1
+    return base if n == 1 else f"{base}-{n}"
+
+
+def print_header(t: Trainer):
+    """What is about to be trained, resolved, in a few lines."""
+    r, c, n = t.recipe, t.config, t.model.count_params()
+    changed = {k: v for k, v in dataclasses.asdict(c).items()
+               if v != getattr(Config(), k) or k in ("residual", "normalizer")}
+    print(f"{r.arch}: {n['total']:,} parameters ({n['mechanism']:,} of the mechanism, "
+          f"{n['embedding']:,} of embeddings), {t.model.flops_per_token() / 1e6:.1f} MFLOP a token")
+    print("  model  " + ", ".join(f"{k}={v}" for k, v in changed.items()))
+    print(f"  data   {r.data} ({r.tokenizer}), {len(t.windows.tokens):,} tokens, bos={r.bos}")
+    print(f"  recipe {r.steps} steps x {r.batch_size} x {c.block_size} tokens, lr {r.lr:g}, "
+          f"weight decay {r.weight_decay:g}, seed {r.seed}")
+    print(f"  device {t.machine.device} x {t.machine.world}, "
+          f"{str(t.machine.dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads, "
+          f"attention: {describe(c.normalizer, t.machine.device.type)}")
+    print(f"  folder {t.out}" + (f", resumed at step {t.begin}" if t.begin else ""), flush=True)
+
+
+def report(t: Trainer, end: int):
+    """After training: loss figure, a sample, and, of a finished run, the table of its outliers."""
+    figure = draw_loss(t.out)
+    print(f"trained to step {end} of {t.recipe.steps} at {t.speed:,.0f} tokens/s; {figure}")
+    print("sample: " + repr(sample_text(t)))
+    if end < t.recipe.steps:
+        print(f"continue with: python train.py --resume --out {t.out}")
+    elif not t.args.no_eval:
+        evaluation.report_run(t.out, t.model)
+
+
+def sample_text(t: Trainer, n_tokens: int = 120) -> str:
+    """The model's own text after a BOS, at temperature 0.8."""
+    g = torch.Generator(t.machine.device).manual_seed(t.recipe.seed)
+    tokenizer = get_tokenizer(t.recipe.tokenizer)
+    start = torch.tensor([[tokenizer.bos]], device=t.machine.device)                # (1, 1)
+    n = min(n_tokens, t.config.block_size - 1)
+    ids = t.model.generate(start, n, temperature=0.8, generator=g)[0, 1:]           # (n)
+    return tokenizer.decode(ids.tolist())
+
+
+def draw_loss(out: str) -> str:
+    """figures/loss.png: training loss (smoothed over 20 steps), validation loss, learning rate."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    rows = read_log(out)
+    train_rows = [r for r in rows if "loss" in r]
+    val_rows = [r for r in rows if "val_loss" in r]
+    fig, ax = plt.subplots(figsize=(6, 3.6), layout="constrained")
+    steps, losses = [r["step"] for r in train_rows], [r["loss"] for r in train_rows]
+    smooth = [sum(losses[max(0, i - 19):i + 1]) / min(i + 1, 20) for i in range(len(losses))]
+    ax.plot(steps, losses, color="0.8", lw=0.7, label="each batch")
+    ax.plot(steps, smooth, label="mean of 20")
+    ax.plot([r["step"] for r in val_rows], [r["val_loss"] for r in val_rows], "o-",
+            label="validation")
+    ax.set(xlabel="step", ylabel="loss, nats per token", title=os.path.basename(out))
+    if losses:
+        ax.set_ylim(min(losses) * 0.9, smooth[min(20, len(smooth) - 1)] * 1.05)
+    ax.legend()
+    path = os.path.join(out, "figures", "loss.png")
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    fig.savefig(path, dpi=130)
+    plt.close(fig)
+    return path
+
+
+# ---------------------------------------------------------------------------------------- studies
+
+@dataclass
+class Study:
+    """Arms that differ in their flags alone, the columns of their table, and what a paper says."""
+    arms: dict[str, list[str]]
+    columns: list[tuple[str, str, str]]      # header, path in metrics.json, format
+    paper: str
+
+
+CONTINUOUS = [("first-token mass", "sinks.first_token_mass", ".3f"),
+              ("position-0 norm ratio", "massive.position0_peak", ".2f"),
+              ("max / median", "massive.ratio", ".0f")]
+THRESHOLD = [("sink ratio (Gu)", "sinks.ratio_gu", ".1%"),
+             ("sink ratio (Spike)", "sinks.ratio_spike", ".1%")]
+SIZE_OF_OUTLIERS = [("max inf norm, all", "outliers.max_inf_norm.all_hooks", ".1f"),
+                    ("max inf norm, layers", "outliers.max_inf_norm.layer_outputs", ".1f"),
+                    ("kurtosis", "outliers.kurtosis.sequence", ".1f")]
+VAL = [("val loss", "val.loss", ".4f")]
+
+STUDIES = {
+    "ledger": Study(
+        arms={"vanilla": ["--arch", "vanilla"], "suppress": ["--arch", "suppress"],
+              "ledger-0.02": ["--arch", "ledger", "--sparsity", "0.02"],
+              "ledger": ["--arch", "ledger"], "ledger-hs": ["--arch", "ledger-hs"]},
+        columns=VAL + [
+            ("persistence", "structure.decoded.persistence", ".2f"),
+            ("persistence, unit rms", "structure.decoded.persistence_unit_rms", ".2f"),
+            ("BOS concentration", "structure.decoded.bos_concentration", ".2f"),
+            ("BOS conc., unit rms", "structure.decoded.bos_concentration_unit_rms", ".2f"),
+            ("mean c", "structure.commit.mean", ".3f"),
+            ("commit entropy", "structure.commit.entropy", ".2f")]
+        + CONTINUOUS + THRESHOLD + SIZE_OF_OUTLIERS,
+        paper="Ledger (arXiv 2606.20743) reports persistence 0.58 -> 0.96 and BOS concentration "
+              "3.36 -> 4.69 from ledger to ledger-HS (very likely at 290M, one seed), at equal "
+              "validation perplexity in all arms."),
+}
+
+
+def run_study(args) -> int:
+    """Train every arm x seed that is not finished, then print and save the table."""
+    study, out = STUDIES[args.study], args.out or f"runs/study-{args.study}-{args.size or 'nano'}"
+    arms = study.arms if args.arms is None else pick_arms(study, args.arms)
+    shared = passed_on(args)
+    todo = []
+    for seed in range(args.seeds):
+        for arm, flags in arms.items():
+            folder = os.path.join(out, f"{arm}-s{seed}")
+            command = [*flags, *shared, "--seed", str(seed), "--out", folder]
+            if not finished(folder, command):
+                todo.append((f"{arm}-s{seed}", command))
+    if todo:
+        print_estimate(todo, args, len(arms) * args.seeds)
+        failed = run_all(todo, out, args.jobs)
+        if failed:
+            print(f"failed: {', '.join(failed)}; see train.log in their folders", file=sys.stderr)
+            return 1
+    report_study(study, arms, args.seeds, out)
+    return 0
+
+
+def report_study(study: Study, arms, seeds: int, out: str):
+    """Mean and spread over seeds (table.md), every run (comparison.csv) and their figure."""
+    runs = [{"arm": arm, "seed": seed, "metrics": evaluation.read_metrics(
+                os.path.join(out, f"{arm}-s{seed}"))} for arm in arms for seed in range(seeds)]
+    table = evaluation.study_table(runs, study.columns)
+    evaluation.write_text(os.path.join(out, "table.md"), f"{table}\n{study.paper}\n")
+    named = [(f"{run['arm']}-s{run['seed']}", run["metrics"]) for run in runs]
+    figure = evaluation.compare(named, study.columns, out_dir=out)[2]
+    print(f"\n{table}\n{study.paper}\n\ntable {out}/table.md, runs {out}/comparison.csv, {figure}")
+
+
+def pick_arms(study: Study, names: str) -> dict:
+    wanted = [n.strip() for n in names.split(",")]
+    unknown = [n for n in wanted if n not in study.arms]
+    if unknown:
+        raise UsageError(f"no arm {', '.join(unknown)}: choose from {', '.join(study.arms)}")
+    return {n: study.arms[n] for n in wanted}
+
+
+def passed_on(args) -> list[str]:
+    """The flags of the study's own command line that every arm shares."""
+    for name in ("seed", "resume", "stop_after", "no_eval"):
+        if getattr(args, name):
+            raise UsageError(f"--{name.replace('_', '-')} does not go with --study")
+    flags = []
+    for name, value in {**given(args, Recipe), **given(args, Config)}.items():
+        flag = "--" + name.replace("_", "-")
+        flags += ([flag if value else flag.replace("--", "--no-", 1)] if isinstance(value, bool)
+                  else [flag, str(value)])
+    if args.device:
+        flags += ["--device", args.device]
+    return flags + ["--compile"] * args.compile + ["--grad-checkpoint"] * args.grad_checkpoint
+
+
+def finished(folder: str, command: list[str]) -> bool:
+    """Is this very run there, measured? A folder with other settings is an error, not a result."""
+    path = os.path.join(folder, "config.json")
+    if not os.path.exists(path):
+        return False
+    with open(path, encoding="utf-8") as file:
+        there = json.load(file)
+    recipe, shape = resolve(build_parser().parse_args(command))
+    asked = {**dataclasses.asdict(recipe)}
+    differ = [k for k in asked if there["run"].get(k) != asked[k] and k not in FREE_ON_RESUME]
+    wanted = dataclasses.asdict(Config(**{**shape, "vocab_size": there["config"]["vocab_size"]}))
+    differ += [k for k in wanted if there["config"].get(k) != wanted[k]]
+    if differ:
+        raise UsageError(f"{folder} holds a run with another {', '.join(differ)}: choose another "
+                         "--out")
+    return os.path.exists(os.path.join(folder, "metrics.json"))
+
+
+def print_estimate(todo, args, total: int):
+    """Time three steps of every arm in question, and say what all of it will take."""
+    seconds, timed = 0.0, {}
+    for name, command in todo:
+        arm = name.rsplit("-s", 1)[0]
+        if arm not in timed:
+            a = build_parser().parse_args(command)
+            recipe, shape = resolve(a)
+            trainer = Trainer(recipe, shape, a.out, find_machine(a.device, recipe.dtype), a)
+            trainer.wrapped = trainer.model
+            trainer.step(0)
+            start = time.perf_counter()
+            trainer.step(1), trainer.step(2)
+            timed[arm] = recipe.steps * (time.perf_counter() - start) / 2
+        seconds += timed[arm]
+    print(f"{len(todo)} of {total} runs to do, about {seconds / 60:.0f} minutes in all, evaluation "
+          f"apart ({args.jobs} at a time; finished runs are kept, so this can be interrupted)",
+          flush=True)
+
+
+def run_all(todo, out: str, jobs: int) -> list[str]:
+    """Run commands, `jobs` at a time, each with its share of the cores -> those that failed."""
+    threads = str(max(1, (os.cpu_count() or 1) // jobs))
+    queue, running, failed = list(todo), {}, []
+    bar = tqdm(total=len(todo), unit="run", disable=None)
+    try:
+        while queue or running:
+            while queue and len(running) < jobs:
+                name, command = queue.pop(0)
+                running[name] = launch(name, command, out, threads)
+            time.sleep(0.5)
+            for name, (process, log) in list(running.items()):
+                if process.poll() is not None:
+                    log.close()
+                    del running[name]
+                    bar.update()
+                    bar.set_postfix_str(name)
+                    failed += [name] * (process.returncode != 0)
+    finally:
+        for process, _ in running.values():
+            process.terminate()             # SIGTERM: the run saves itself and can be resumed
+            process.wait()
+    return failed
+
+
+def launch(name: str, command: list[str], out: str, threads: str):
+    folder = os.path.join(out, name)
+    os.makedirs(folder, exist_ok=True)
+    log = open(os.path.join(folder, "train.log"), "a", encoding="utf-8")
+    resume = ["--resume"] * os.path.exists(os.path.join(folder, "checkpoint.pt"))
+    process = subprocess.Popen([sys.executable, os.path.abspath(__file__), *command, *resume],
+                               stdout=log, stderr=subprocess.STDOUT,
+                               env={**os.environ, "OMP_NUM_THREADS": threads})
+    return process, log
+
+
+# ------------------------------------------------------------------------------------------- main
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0 done, 1 arms of a study failed, 2 bad request or data, 130 interrupted."""
+    args = build_parser().parse_args(argv)
+    try:
+        if args.seeds < 1 or args.jobs < 1 or (args.stop_after or 1) < 1:
+            raise UsageError("--seeds, --jobs and --stop-after must be at least 1")
+        return run_study(args) if args.study else train(args)
+    except (UsageError, DataError, CheckpointError, evaluation.EvalError) as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 2
+    except torch.OutOfMemoryError:
+        print("train.py: out of GPU memory: lower --micro-batch, or give --grad-checkpoint",
+              file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("train.py: stopped; the same command with --resume --out FOLDER continues",
+              file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
