@@ -72,6 +72,20 @@ def test_draws_follow_the_bigram(task, sample):
         assert chi2 <= freedom + 5 * np.sqrt(2 * freedom) + 1e-9, (c, chi2)
 
 
+@pytest.mark.parametrize("u", [0, 1, 2**31, 2**32 - 1])
+def test_the_edges_of_the_uniform_stay_in_their_row(task, u):
+    """u = 0 must not fall into the row before, nor u = 1 - 2^-32 into the one after."""
+    class Fixed:
+        def integers(self, high, size, dtype):
+            return np.full(size, u, dtype=dtype)
+    x, y = task._draw(Fixed(), 1, slice(None))
+    _, plain = task.masks(x)
+    assert (y >= 0).all() and (y < task.bos).all()
+    assert (task.bigram[x[plain], y[plain]] > 0).all()
+    possible = np.flatnonzero(task.bigram[task.bos])
+    assert y[0, 0] == {0: possible[0], 2**32 - 1: possible[-1]}.get(u, y[0, 0])
+
+
 def test_the_laws_are_the_counts(task):
     assert np.allclose(task.bigram.sum(axis=1), 1) and (task.bigram[:, task.bos] == 0).all()
     assert task.bigram[4, 5] == 0 and task.bigram[6, 3] == 1
