@@ -16,7 +16,7 @@ probe reduces it in fp32 and lets it go, so nothing of size layers x tokens x wi
 Attention matrices are built only in a second pass, over the first 64 tokens of every window:
 attention is causal, so that pass sees exactly what a context of 64 sees.
 
-Read first: the formulas, ten small functions; then one probe, `Sinks`; then `evaluate`.
+Read first: the formulas, small functions; then one probe, `Sinks`; then `evaluate`.
 
     python eval.py runs/NAME               metrics.json and figures/ in the run's folder
     python eval.py runs/A runs/B           also one table (Markdown, CSV) and one figure
@@ -48,6 +48,7 @@ from model import load_checkpoint, load_model
 
 EPSILON = 0.3          # a head whose first-token attention exceeds this is a sink head
 SINK_TOKENS = 64       # context of the sink measures [Gu 5.4, Spike 3.3]
+TINY = 1e-30           # in the place of a paper's epsilon: only keeps 0 / 0 away
 
 
 class EvalError(ValueError):
@@ -56,24 +57,28 @@ class EvalError(ValueError):
 
 # ------------------------------------------------------------------------------------- formulas
 
-def sequence_kurtosis(x: torch.Tensor) -> torch.Tensor:
+def sequence_kurtosis(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """Non-excess kurtosis over all entries of each sequence, sigma unbiased: a Gaussian has 3.
 
-    mean((x - mu)^4) / (sigma^4 + 1e-6) [OASIS 1.8; Bondarenko 5.3]. (B, ...) -> (B,).
+    mean((x - mu)^4) / (sigma^4 + eps) [OASIS 1.8; Bondarenko 5.3]. The papers' eps = 1e-6 is the
+    measure itself for a tensor with sigma below 0.03; eps = TINY is scale-free. (B, ...) -> (B,).
     """
     x = x.flatten(1).float()                                                        # (B, N)
     square = (x - x.mean(1, keepdim=True)).square()                                 # (B, N)
     variance = square.sum(1) / max(1, x.shape[1] - 1)                               # (B)
-    return square.square().mean(1) / (variance.square() + 1e-6)                     # (B)
+    return square.square().mean(1) / (variance.square() + eps)                      # (B)
 
 
-def token_kurtosis(x: torch.Tensor) -> torch.Tensor:
-    """Excess kurtosis over the channels of each token: m4 / (m2^2 + 1e-8) - 3 [Ledger 2.8].
-    (..., d) -> (...)."""
+def token_kurtosis(x: torch.Tensor, eps: float = 1e-8) -> torch.Tensor:
+    """Excess kurtosis over the channels of each token: m4 / (m2^2 + eps) - 3 [Ledger 2.8].
+
+    With the paper's eps = 1e-8 a token of rms 0.004, such as the first commits of a ledger, scores
+    -3 whatever its shape; eps = TINY is scale-free. (..., d) -> (...).
+    """
     x = x.float()
     square = (x - x.mean(-1, keepdim=True)).square()                                # (..., d)
     m2 = square.mean(-1)                                                            # (...)
-    return square.square().mean(-1) / (m2.square() + 1e-8) - 3                      # (...)
+    return square.square().mean(-1) / (m2.square() + eps) - 3                       # (...)
 
 
 def ratio_gu(probs: torch.Tensor, epsilon: float = EPSILON, k: int = 1) -> torch.Tensor:
@@ -200,18 +205,15 @@ class Sinks:
         self.T = probs.shape[-1]
         self.mean.add(("gu", l), ratio_gu(probs, self.epsilon))
         self.mean.add(("spike", l), ratio_spike(probs, self.epsilon))
-        if self.T > 1:
-            self.mean.add(("first", l), first_token_mass(probs))
+        self.mean.add(("first", l), first_token_mass(probs))
 
     def result(self) -> dict:
         """Ratios are shares of (layer, head, sequence); per_head: first-token mass, layers x H."""
-        first = self.mean.stack("first") if self.T > 1 else None
+        first = self.mean.stack("first")                                            # (layers, H)
         return {"ratio_gu": self.mean.stack("gu").mean().item(),
                 "ratio_spike": self.mean.stack("spike").mean().item(),
-                "first_token_mass": None if first is None else first.mean().item(),
-                "epsilon": self.epsilon, "T": self.T,
-                "layers": self.mean.depth("gu"),
-                "per_head": None if first is None else first.tolist()}
+                "first_token_mass": first.mean().item(), "epsilon": self.epsilon, "T": self.T,
+                "layers": self.mean.depth("first"), "per_head": first.tolist()}
 
 
 def decoded(seen) -> str:
@@ -297,20 +299,23 @@ class Outliers:
         if name == "stream" and l not in self.layer_end:
             return
         self.mean.add(("inf", name, l), x.float().abs().flatten(1).amax(1))         # (B)
-        self.mean.add(("kurtosis", name, l), sequence_kurtosis(x))                  # (B)
+        self.mean.add(("sequence", name, l), sequence_kurtosis(x))                  # (B)
+        self.mean.add(("sequence_scale_free", name, l), sequence_kurtosis(x, TINY))
 
     def result(self) -> tuple[dict, dict]:
         """(max_inf_norm, kurtosis): per sequence, averaged over sequences, then the maximum of the
         infinity norm, or the mean of the kurtosis, over hooks."""
-        inf = {key[1:]: self.mean[key].item() for key in self.mean.total if key[0] == "inf"}
-        kurt = {key[1:]: self.mean[key].item() for key in self.mean.total if key[0] != "inf"}
+        values = lambda kind: {key[1:]: self.mean[key].item() for key in self.mean.total
+                               if key[0] == kind}
+        inf = values("inf")
         largest = max(inf, key=inf.get)
         ffn = [v for (name, l), v in inf.items()
                if name == "sublayer_out" and self.kinds[l] == "ffn"]
         return ({"all_hooks": inf[largest], "at": list(largest),
                  "layer_outputs": max(v for (name, l), v in inf.items() if name == "stream"),
                  "ffn_outputs": max(ffn, default=None)},
-                {"sequence": float(np.mean(list(kurt.values())))})
+                {kind: float(np.mean(list(values(kind).values())))
+                 for kind in ("sequence", "sequence_scale_free")})
 
 
 class Channels:
@@ -321,6 +326,8 @@ class Channels:
     """
 
     names = {"stream", "scratch", "committed", "commit_increment"}
+    stats = ("norm", "absmax", "max_median", "kurtosis", "kurtosis_scale_free", "dims_50x",
+             "dims_massive")
 
     def __init__(self):
         self.mean, self.sum = Means(), None
@@ -345,12 +352,12 @@ class Channels:
     def shape_of(self, name, l, x):
         a = x.abs()                                                                 # (B, T, d)
         median = a.median(-1, keepdim=True).values                                  # (B, T, 1)
-        for stat, value in (("norm", x.norm(dim=-1)), ("absmax", a.amax(-1)),
-                            ("max_median", a.amax(-1) / (median[..., 0] + 1e-6)),
-                            ("kurtosis", token_kurtosis(x)),
-                            ("dims_50x", (a >= 50 * median).sum(-1)),
-                            ("dims_massive", ((a > 100) & (a >= 1000 * median)).sum(-1))):
-            self.mean.add((stat, name, l), value, over=(0, 1))                      # (B, T)
+        top = a.amax(-1)                                                            # (B, T)
+        values = (x.norm(dim=-1), top, top / (median[..., 0] + 1e-6), token_kurtosis(x),
+                  token_kurtosis(x, TINY), (a >= 50 * median).sum(-1),
+                  ((a > 100) & (a >= 1000 * median)).sum(-1))                       # (B, T) each
+        for stat, value in zip(self.stats, values):
+            self.mean.add((stat, name, l), value, over=(0, 1))
 
     def accumulate(self, name, l, x):
         if name == "stream" and ("M", "scratch", l) in self.mean:
@@ -363,8 +370,7 @@ class Channels:
         at 50 x the median, massive channels; feat_maxmed is max / median of the mean profile M."""
         if ("M", name, l) not in self.mean:
             return None
-        stats = ("norm", "absmax", "max_median", "kurtosis", "dims_50x", "dims_massive")
-        return {**{stat: self.mean[stat, name, l].item() for stat in stats},
+        return {**{stat: self.mean[stat, name, l].item() for stat in self.stats},
                 "feat_maxmed": max_median(self.mean["M", name, l]).item()}
 
     def structure(self, name: str) -> dict | None:
@@ -380,12 +386,14 @@ class Channels:
         return raw
 
     def result(self, kinds: list[str]) -> tuple[dict, dict]:
-        """(parts of `outliers`, `structure` without the gates)."""
+        """(feat_maxmed, token_excess and per_layer of `outliers`; `structure` without gates)."""
         name = decoded(self.mean.total)
         layers = [{"layer": l, "kind": kind, **self.layer(name, l),
                    "scratch": self.layer("scratch", l)} for l, kind in enumerate(kinds)]
+        average = lambda stat: float(np.mean([entry[stat] for entry in layers]))
         outliers = {"feat_maxmed": max(entry["feat_maxmed"] for entry in layers),
-                    "token_excess": float(np.mean([entry["kurtosis"] for entry in layers])),
+                    "kurtosis": {"token_excess": average("kurtosis"),
+                                 "token_excess_scale_free": average("kurtosis_scale_free")},
                     "per_layer": layers}
         return outliers, {"channel": name, "decoded": self.structure(name),
                           "scratch": self.structure("scratch"),
@@ -489,7 +497,6 @@ class NoOps:
     A (head, query) is nearly a no-op if the norm of its output, before the output projection, is
     below a quantile pooled over all layers, heads, queries and sequences. Queries 0 to 3 are left
     out: all they can see are sink tokens. The claim: without a null, no-ops force mass on the sink.
-
     """
 
     names, short = {"head_out", "attn_probs", "null"}, True
@@ -633,7 +640,7 @@ def open_windows(model, tokens, *, T=None, n_sequences=64, batch_size=8, bos_pol
 
 def summed_nll(logits: torch.Tensor, targets: torch.Tensor) -> float:
     """Negative log-likelihood in nats, summed; one row at a time, for a vocabulary may be large."""
-    return sum(F.cross_entropy(row.float(), y, reduction="none").double().sum().item()
+    return sum(F.cross_entropy(row.float(), y, reduction="none").cpu().double().sum().item()
                for row, y in zip(logits, targets))
 
 
@@ -752,7 +759,7 @@ def evaluate(model, tokens, *, T: int | None = None, n_sequences: int = 64, batc
         return metrics
     inf_norm, kurtosis = outliers.result()
     sizes, structure = channels.result(kinds)
-    kurtosis["token_excess"] = sizes.pop("token_excess")
+    kurtosis |= sizes.pop("kurtosis")
     routing = depth.result()
     return metrics | {
         "outliers": {"max_inf_norm": inf_norm, "kurtosis": kurtosis, **sizes},
@@ -818,20 +825,22 @@ def save_metrics(run_dir: str, metrics: dict) -> str:
 
 COLUMNS = [     # header, path in metrics.json, format: how `compare` reads a run
     ("loss", "val.loss", ".4f"), ("bits/byte", "val.bits_per_byte", ".4f"),
-    ("max inf norm", "outliers.max_inf_norm.all_hooks", ".2f"),
-    ("of layers", "outliers.max_inf_norm.layer_outputs", ".2f"),
-    ("of ffns", "outliers.max_inf_norm.ffn_outputs", ".2f"),
+    ("max inf norm, all", "outliers.max_inf_norm.all_hooks", ".2f"),
+    ("max inf norm, layers", "outliers.max_inf_norm.layer_outputs", ".2f"),
+    ("max inf norm, FFNs", "outliers.max_inf_norm.ffn_outputs", ".2f"),
     ("kurtosis", "outliers.kurtosis.sequence", ".2f"),
     ("token excess", "outliers.kurtosis.token_excess", ".2f"),
     ("feature max/med", "outliers.feat_maxmed", ".2f"),
-    ("spike", "massive.max", ".2f"), ("spike/median", "massive.ratio", ".1f"),
-    ("position-0 norm", "massive.position0_peak", ".2f"),
-    ("sinks (Gu)", "sinks.ratio_gu", ".1%"), ("sinks (Spike)", "sinks.ratio_spike", ".1%"),
+    ("spike", "massive.max", ".2f"), ("spike / median", "massive.ratio", ".1f"),
+    ("position-0 norm ratio", "massive.position0_peak", ".2f"),
+    ("sink ratio (Gu)", "sinks.ratio_gu", ".1%"),
+    ("sink ratio (Spike)", "sinks.ratio_spike", ".1%"),
     ("first-token mass", "sinks.first_token_mass", ".3f"),
     ("persistence", "structure.decoded.persistence", ".2f"),
-    ("unit rms", "structure.decoded.persistence_unit_rms", ".2f"),
-    ("position-0 conc.", "structure.decoded.bos_concentration", ".2f"),
-    ("unit rms", "structure.decoded.bos_concentration_unit_rms", ".2f"),
+    ("persistence, unit rms", "structure.decoded.persistence_unit_rms", ".2f"),
+    ("BOS concentration", "structure.decoded.bos_concentration", ".2f"),
+    ("BOS conc., unit rms", "structure.decoded.bos_concentration_unit_rms", ".2f"),
+    ("mean commit gate", "structure.commit.mean", ".3f"),
     ("null mass", "null.token_mass", ".3f"), ("depth max", "depth.max_weight", ".3f")]
 
 
@@ -923,38 +932,42 @@ def save_figure(fig, path: str) -> str:
     return path
 
 
+SUBLAYER = "sublayer (even: attention, odd: FFN)"
+
+
 def draw_layers(metrics: dict):
     """Size and tails of the decoded and of the scratch stream after every sublayer."""
     layers, channel = metrics["outliers"]["per_layer"], metrics["structure"]["channel"]
     name = {"committed": "committed C (decoded)"}.get(channel, "residual stream")
-    at = [entry["layer"] + 1 for entry in layers]
-    fig, axes = new_figure(11, 3.3, 1, 3)
+    at = [entry["layer"] for entry in layers]
+    fig, axes = new_figure(11, 3.4, 1, 3)
     for ax, key, title in zip(axes, ("norm", "max_median", "kurtosis"), (
-            "L2 norm of a token", "largest / median channel", "excess kurtosis over channels")):
+            "L2 norm", "largest / median channel", "excess kurtosis over channels")):
         ax.plot(at, [entry[key] for entry in layers], "o-", color=BLUE, label=name, ms=4)
         if layers[0]["scratch"]:
             ax.plot(at, [entry["scratch"][key] for entry in layers], "s--", color=RED, ms=4,
                     label="scratch D")
-        ax.set(title=f"{title}, mean over tokens", xlabel="sublayer (odd attention, even FFN)")
+        ax.set(title=title, xlabel=SUBLAYER, ylabel="mean over tokens")
         ax.xaxis.get_major_locator().set_params(integer=True)
     axes[0].legend(frameon=False)
     return fig
 
 
 def draw_surface(a: np.ndarray, massive: dict):
-    """|activation| over tokens x channels, a (T, d), after the sublayer of the largest spike."""
+    """|activation| over 64 tokens x channels, a (T, d), after the sublayer of the largest spike."""
     from matplotlib.figure import Figure
-    strips = [-(-size // 128) for size in a.shape]      # at most 128 x 128 cells, by their maximum
-    for axis, strip in enumerate(strips):
-        a = np.maximum.reduceat(a, np.arange(0, a.shape[axis], strip), axis=axis)
-    fig = Figure(figsize=(7, 5.2), layout="constrained")
+    start = massive["position"] // 64 * 64
+    a, strip = a[start:start + 64], -(-a.shape[1] // 256)
+    a = np.maximum.reduceat(a, np.arange(0, a.shape[1], strip), axis=1)     # at most 256 strips
+    fig = Figure(figsize=(7, 5), layout="constrained")
     ax = fig.add_subplot(projection="3d")
-    channel, token = np.meshgrid(np.arange(a.shape[1]) * strips[1], np.arange(len(a)) * strips[0])
+    channel, token = np.meshgrid(np.arange(a.shape[1]) * strip, start + np.arange(len(a)))
     ax.plot_surface(channel, token, a, cmap="cividis", rstride=1, cstride=1, linewidth=0)
-    ax.set(xlabel="channel", ylabel="token position",
-           title=f"|{massive['channel']}| after sublayer {massive['layer'] + 1}: "
-                 f"{massive['max']:.3g} at position {massive['position']}, dim {massive['dim']}")
+    ax.set(xlabel="channel", ylabel="token position", zlabel="|activation|",
+           title=f"{massive['channel']} after sublayer {massive['layer']}: {massive['max']:.3g} at "
+                 f"position {massive['position']}, channel {massive['dim']}")
     ax.view_init(elev=28, azim=-60)
+    ax.set_box_aspect(None, zoom=0.9)       # room for the z label
     return fig
 
 
@@ -983,7 +996,8 @@ def draw_attention(maps: list[tuple[str, np.ndarray]]):
     from matplotlib.colors import PowerNorm
     fig, axes = new_figure(2.6 * len(maps) + 0.8, 3.1, 1, len(maps), sharey=True)
     for ax, (title, probs) in zip(axes, maps):
-        image = ax.imshow(probs, cmap="cividis", norm=PowerNorm(0.5, 0, 1), interpolation="nearest")
+        seen = np.where(np.tri(len(probs), dtype=bool), probs, np.nan)
+        image = ax.imshow(seen, cmap="cividis", norm=PowerNorm(0.5, 0, 1), interpolation="nearest")
         ax.set(title=title, xlabel="key position")
     axes[0].set_ylabel("query position")
     fig.colorbar(image, ax=axes, label="attention probability")
@@ -992,7 +1006,7 @@ def draw_attention(maps: list[tuple[str, np.ndarray]]):
 
 def draw_commits(commit: dict):
     """When the ledger commits: mean gate, and its share of all that a token commits."""
-    at = np.arange(1, len(commit["per_layer"]) + 1)
+    at = np.arange(len(commit["per_layer"]))
     fig, axes = new_figure(8, 3.2, 1, 2, sharex=True)
     axes[0].plot(at, commit["per_layer"], "o-", color=BLUE)
     axes[0].set(title="commit gate", ylabel="c, mean over tokens", ylim=(0, 1.02))
@@ -1002,22 +1016,23 @@ def draw_commits(commit: dict):
                 f"{commit['entropy_uniform']:.2f} nats", ylabel="share of sum over depth")
     axes[1].legend(frameon=False)
     for ax in axes:
-        ax.set(xlabel="sublayer (odd attention, even FFN)")
+        ax.set(xlabel=SUBLAYER)
         ax.xaxis.get_major_locator().set_params(integer=True)
     return fig
 
 
 def draw_comparison(runs: list[tuple[str, dict]]):
     """Six measures of several runs, a panel each, bars in the order given."""
-    panels = [c for c in COLUMNS if c[1] in (
-        "val.loss", "outliers.max_inf_norm.layer_outputs", "outliers.kurtosis.sequence",
-        "massive.ratio", "sinks.first_token_mass", "structure.decoded.persistence_unit_rms")]
+    wanted = ("val.loss", "outliers.max_inf_norm.layer_outputs", "outliers.kurtosis.sequence",
+              "massive.ratio", "sinks.first_token_mass", "structure.decoded.persistence_unit_rms")
+    panels = [column for column in COLUMNS if column[1] in wanted]
     fig, axes = new_figure(11, 1.6 + 0.5 * len(runs) + 1.6, 2, 3, sharey=True)
     for ax, (header, path, spec) in zip(axes, panels):
         values = [lookup(metrics, path) for _, metrics in runs]
         bars = ax.barh(range(len(runs)), [v or 0 for v in values], color=BLUE, height=0.65)
         ax.bar_label(bars, [as_text(v, spec) for v in values], padding=3, fontsize=8)
-        ax.set_title(f"{header}\n{path}", fontsize=9)
+        ax.set_title(header, fontsize=11)
+        ax.set_xlabel(path, fontsize=8, color="dimgray")
         ax.margins(x=0.2)
         ax.set_yticks(range(len(runs)), [name for name, _ in runs])
     axes[0].invert_yaxis()
@@ -1043,7 +1058,8 @@ def capture(model, tokens: torch.Tensor, channel: str, layer: int, per_head):
     record.names = {channel, "attn_probs"}
     with evaluating(model):
         model(tokens[None].to(model.embed.weight.device), record=record)
-    return surface[0], [(f"layer {i + 1}, head {h + 1}", maps[i, h]) for i, h in heads]
+    return surface[0], [(f"layer {i}, head {h}: {per_head[i][h]:.2f} on 0", maps[i, h])
+                        for i, h in heads]
 
 
 def figures(model, tokens, out_dir: str, *, metrics: dict | None = None, **options) -> list[str]:
@@ -1060,7 +1076,7 @@ def figures(model, tokens, out_dir: str, *, metrics: dict | None = None, **optio
     rows = torch.cat([x for x, _ in windows])                                       # (n, T)
     row = rows[massive["sequence"]]                                                 # (T)
     drawn = {"layers": draw_layers(metrics)}
-    if sinks["per_head"]:
+    if sinks["T"] > 1:
         surface, maps = capture(model, row, massive["channel"], massive["layer"], sinks["per_head"])
         drawn["surface"], drawn["attention"] = draw_surface(surface, massive), draw_attention(maps)
         drawn["first_token"] = draw_grid(
@@ -1072,7 +1088,7 @@ def figures(model, tokens, out_dir: str, *, metrics: dict | None = None, **optio
         drawn["depth"] = draw_grid(
             metrics["depth"]["weights"], "depth weights (missing to 1: null)",
             "candidate (0: embedding)", "site: sublayer", "mean weight", 1,
-            [l + 1 for l in metrics["depth"]["sites"]])
+            metrics["depth"]["sites"])
     if metrics["null"]["token_mass"] > 0:
         drawn["null"] = draw_grid(metrics["null"]["per_head"], "null mass", "head",
                                   "attention layer", "mean probability")
@@ -1081,9 +1097,10 @@ def figures(model, tokens, out_dir: str, *, metrics: dict | None = None, **optio
 
 # --------------------------------------------------------------------------------------- program
 
-def open_run(path: str, device: str = "cpu"):
+def open_run(path: str, device: str | None = None):
     """A run folder or checkpoint file -> model, what its checkpoint says of the run, its folder.
     Raises CheckpointError, or EvalError if there is no such device."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -1114,11 +1131,12 @@ def summary(metrics: dict) -> str:
 
 
 def report_run(path: str, model=None, *, data: str | None = None, bos: str | None = None,
-               device: str = "cpu", draw: bool = True, out: str | None = None, **options) -> dict:
-    """Measure a run, write metrics.json and figures/ into its folder (or `out`), print both.
+               device: str | None = None, draw: bool = True, brief: bool = False,
+               out: str | None = None, **options) -> dict:
+    """Measure a run, write metrics.json and figures/ into its folder (or `out`), print a summary
+    (brief: only where things are). Returns the metrics.
 
     model: the run's, if it is in memory. data, bos: by default the run's own. options: evaluate's.
-    Returns the metrics.
     """
     if model is None:
         model, run, folder = open_run(path, device)
@@ -1129,7 +1147,8 @@ def report_run(path: str, model=None, *, data: str | None = None, bos: str | Non
     about = {key: run.get(key) for key in ("git", "arch", "size", "seed", "steps", "tokens")}
     metrics = evaluate(model, tokens, progress=True, protocol=about, **options)
     saved = save_metrics(folder, metrics)
-    print(f"{metrics['protocol']['text']}\n\n{summary(metrics)}\nmetrics  {saved}")
+    print(f"{metrics['protocol']['text']}\n" + ("" if brief else f"\n{summary(metrics)}\n")
+          + f"metrics  {saved}")
     if draw:
         drawn = figures(model, tokens, os.path.join(folder, "figures"), metrics=metrics, **options)
         print("figures  " + " ".join(drawn))
@@ -1151,7 +1170,7 @@ def build_parser() -> argparse.ArgumentParser:
                       help="windows to evaluate (default 64)")
     run = parser.add_argument_group("running")
     run.add_argument("--batch-size", type=int, default=8, help="windows at a time (default 8)")
-    run.add_argument("--device", default="cpu", help="cpu, cuda, ... (default cpu)")
+    run.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
     run.add_argument("--eps", type=float, default=EPSILON,
                      help=f"a head is a sink head above this mean attention (default {EPSILON})")
     run.add_argument("--out", help="folder for the results (default: each run's own)")
@@ -1173,7 +1192,7 @@ def main(argv: list[str] | None = None) -> int:
             runs.append((name, report_run(
                 path, data=args.data, bos=args.bos, device=args.device, draw=not args.no_figures,
                 out=out, T=args.T, n_sequences=args.n_sequences, batch_size=args.batch_size,
-                epsilon=args.eps)))
+                epsilon=args.eps, brief=several)))
         if several:
             place = args.out or os.path.dirname(os.path.abspath(args.paths[0]))
             table, _, figure = compare(runs, out_dir=place)

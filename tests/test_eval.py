@@ -63,10 +63,16 @@ def test_token_kurtosis_of_one_hot_channels():
     assert evaluation.token_kurtosis(x).tolist() == pytest.approx([expected] * 3, rel=1e-3)
 
 
-def causal(rows):
-    """Rows of weights (unnormalised, lower triangle) -> attention (1, 1, T, T)."""
-    A = torch.tril(torch.tensor(rows, dtype=torch.float64))
-    return (A / A.sum(-1, keepdim=True))[None, None]
+def test_the_papers_epsilons_make_kurtosis_depend_on_scale():
+    """At sigma 0.001 the printed formulas return about 0 and -3 for any shape; scale-free ones do
+    not move. (A ledger's first commits are that small.)"""
+    x = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0)).exp()
+    for measure in (evaluation.sequence_kurtosis, evaluation.token_kurtosis):
+        tiny_scale, scale = measure(x * 1e-3, evaluation.TINY), measure(x, evaluation.TINY)
+        assert torch.allclose(tiny_scale, scale, rtol=1e-3)
+        assert torch.allclose(measure(x), scale, rtol=1e-3)
+    assert evaluation.sequence_kurtosis(x * 1e-3).max() < 0.01
+    assert evaluation.token_kurtosis(x * 1e-3).mean() < -2.5
 
 
 def test_sink_ratios_differ_on_a_late_sink():
@@ -553,7 +559,8 @@ def test_program_compares_runs(make_run, tmp_path, capsys):
     paths = [a, os.path.join(b, "checkpoint.pt")]
     assert evaluation.main([*paths, "--no-figures", "--n-sequences", "2", "--eps", "0.01"]) == 0
     assert {"comparison.md", "comparison.csv", "comparison.png"} <= set(os.listdir(tmp_path))
-    assert "| a |" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "| a |" in printed and "| measure |" not in printed
     assert json.load(open(os.path.join(b, "metrics.json")))["sinks"]["epsilon"] == 0.01
     assert not os.path.exists(os.path.join(a, "figures"))
 
