@@ -268,7 +268,7 @@ class OutputGate(nn.Module):
     def forward(self, u, ctx: Context):
         """u (B, T, d) -> opening in (0, 1), broadcastable to (B, T, H, D)."""
         if self.kind.endswith("-static"):
-            return self.bias.sigmoid()                                              # (H|1, D|1)
+            return self.bias.sigmoid()[None]                                        # (1, H|1, D|1)
         if self.kind == "bondarenko":
             heads = u.unflatten(-1, self.weight.shape)                              # (B, T, H, D)
             g = (heads * self.weight).sum(-1, keepdim=True) + self.bias[:, None]    # (B, T, H, 1)
