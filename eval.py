@@ -43,11 +43,12 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from data.prepare import DataError, TokenFile, Windows, get_tokenizer, load
+from data.prepare import (DataError, Sequential, TokenFile, Windows, get_tokenizer,
+                          load)
 from model import load_checkpoint, load_model
 
 EPSILON = 0.3          # a head whose first-token attention exceeds this is a sink head
-SINK_TOKENS = 64       # context of the sink measures [Gu 5.4, Spike 3.3]
+SINK_TOKENS = 64       # context of the sink measures [Gu 5.4] [Spike 3.3]
 TINY = 1e-30           # in the place of a paper's epsilon: only keeps 0 / 0 away
 
 
@@ -60,7 +61,7 @@ class EvalError(ValueError):
 def sequence_kurtosis(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """Non-excess kurtosis over all entries of each sequence, sigma unbiased: a Gaussian has 3.
 
-    mean((x - mu)^4) / (sigma^4 + eps) [OASIS 1.8; Bondarenko 5.3]. The papers' eps = 1e-6 is the
+    mean((x - mu)^4) / (sigma^4 + eps) [OASIS 1.8] [Bondarenko 5.3]. The papers' eps = 1e-6 is the
     measure itself for a tensor with sigma below 0.03; eps = TINY is scale-free. (B, ...) -> (B,).
     """
     x = x.flatten(1).float()                                                        # (B, N)
@@ -120,11 +121,17 @@ def structure_of(M: torch.Tensor, M0: torch.Tensor) -> dict:
     alone; both (L, d). dominant_dim is the argmax of M averaged over depth; persistence the share
     of sublayers in which it is the largest channel; peak_layer where it peaks; bos_concentration
     M0 / M there (of position 0, whatever token it holds); peak_ratio the max of max_median(M).
+    margin is ours: M[l, dim] over the largest other channel, averaged over l. Near 1 no channel
+    dominates, and persistence, which only counts wins, is a coin toss between near-equals.
     """
     dim = int(M.mean(0).argmax())
     peak = int(M[:, dim].argmax())
+    others = M.clone()
+    others[:, dim] = 0
+    margin = M[:, dim] / (others.amax(1) + 1e-6)                                    # (L)
     return {"dominant_dim": dim,
             "persistence": (M.argmax(1) == dim).double().mean().item(),
+            "margin": margin.mean().item(),
             "peak_layer": peak,
             "peak_ratio": max_median(M).max().item(),
             "bos_concentration": (M0[peak, dim] / (M[peak, dim] + 1e-6)).item()}
@@ -194,7 +201,7 @@ class Means:
 
 
 class Sinks:
-    """Attention sinks, three ways, from attention matrices of at most 64 tokens [5.4, 3.3]."""
+    """Attention sinks, three ways, from attention matrices of at most 64 tokens."""
 
     names, short = {"attn_probs"}, True
 
@@ -382,7 +389,8 @@ class Channels:
         if ("M", name + " unit", 0) in self.mean:
             unit = structure_of(self.mean.stack("M", name + " unit"),
                                 self.mean.stack("M0", name + " unit"))
-            raw |= {f"{key}_unit_rms": unit[key] for key in ("persistence", "bos_concentration")}
+            raw |= {f"{key}_unit_rms": unit[key] for key in ("persistence", "margin",
+                                                           "bos_concentration")}
         return raw
 
     def result(self, kinds: list[str]) -> tuple[dict, dict]:
@@ -433,8 +441,8 @@ class Depth:
     """How a router over layers spends its weights, at every site that has a choice.
 
     max_weight is OASIS' collapse measure C: the largest routing weight, averaged over sites and
-    tokens. entropy: of the whole routing distribution, its null option included, in nats; entropy
-    relative: divided by the log of the number of options. [OASIS 1.8, D.4]
+    tokens. entropy: of the whole routing distribution, its null option included, in nats;
+    entropy_relative: divided by the log of the number of candidates. [OASIS 1.8]
     """
 
     names = {"depth_weights", "depth_null", "depth_beta", "depth_recency", "psi"}
@@ -492,7 +500,7 @@ class Nulls:
 
 
 class NoOps:
-    """OASIS' no-op probe [OASIS 1.8, D.4]: where a head adds next to nothing, where does it look?
+    """The D.4 no-op probe [OASIS 1.8]: where a head adds next to nothing, where does it look?
 
     A (head, query) is nearly a no-op if the norm of its output, before the output projection, is
     below a quantile pooled over all layers, heads, queries and sequences. Queries 0 to 3 are left
@@ -528,7 +536,7 @@ class NoOps:
 
 class Posteriors:
     """E = sum q log q, the negative entropy of reading token j through layer i, q = alpha_i p_i(j):
-    depth weight times that layer's token attention, a head's at a time [OASIS 1.8, D.4].
+    depth weight times that layer's token attention, a head's at a time (D.4) [OASIS 1.8].
 
     The embedding attends to nothing but itself; a feed-forward source shares its layer's attention,
     as it does psi. Sources that mix several layers (block AttnRes) have no p_i and are left out.
@@ -584,29 +592,8 @@ def evaluating(model):
             module.training = mode
 
 
-class Given:
-    """Windows that are already cut, an (N, T + 1) array of ids; counts as data.Sequential does."""
-
-    n_words = None
-
-    def __init__(self, rows, batch_size: int, tokenizer=None):
-        self.rows = torch.as_tensor(np.asarray(rows).astype(np.int64))              # (N, T + 1)
-        self.batch_size, self.tokenizer = batch_size, tokenizer
-        self.n_targets = self.rows[:, 1:].numel()
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __iter__(self):
-        for rows in self.rows.split(self.batch_size):
-            yield rows[:, :-1], rows[:, 1:]
-
-    @property
-    def n_bytes(self) -> int:
-        if self.tokenizer is None:
-            raise DataError("counting bytes needs a tokenizer")
-        tok = get_tokenizer(self.tokenizer) if isinstance(self.tokenizer, str) else self.tokenizer
-        return int(np.asarray(tok.token_bytes())[self.rows[:, 1:].numpy()].sum())
+def are_windows(tokens) -> bool:
+    return getattr(tokens, "ndim", 1) == 2
 
 
 def open_windows(model, tokens, *, T=None, n_sequences=64, batch_size=8, bos_policy="none",
@@ -621,12 +608,14 @@ def open_windows(model, tokens, *, T=None, n_sequences=64, batch_size=8, bos_pol
     if T is not None and T > block and model.config.pos == "learned":
         raise EvalError(f"T={T} is longer than the model's {block} learned positions")
     if not isinstance(tokens, TokenFile):
-        tokens = np.asarray(tokens)
-    if getattr(tokens, "ndim", 1) == 2:
+        tokens = np.asarray(tokens.cpu() if torch.is_tensor(tokens) else tokens)
+    if are_windows(tokens):
         T = min(T or block, tokens.shape[1] - 1)
         if T < 1 or not len(tokens):
             raise EvalError(f"no windows to evaluate in an array of shape {tokens.shape}")
-        windows = Given(tokens[:n_sequences, :T + 1], batch_size, tokenizer)
+        rows = tokens[:n_sequences, :T + 1]                                         # (n, T + 1)
+        windows = Sequential(Windows(rows.reshape(-1), T, batch_size, tokenizer=tokenizer),
+                             np.arange(len(rows)) * (T + 1))
     else:
         windows = Windows(tokens, T or block, batch_size, bos_policy=bos_policy, bos=bos, eot=eot,
                           tokenizer=tokenizer).sequential(n_sequences)
@@ -700,11 +689,11 @@ def run_passes(model, windows, probes, batch_size: int, progress: bool = False):
     return nll, torch.cat(shown)
 
 
-def describe(model, tokens, windows, shown, bos_policy: str, bos) -> dict:
+def describe(model, tokens, shown, bos_policy: str, bos) -> dict:
     """The protocol: everything that must be known to compare the numbers with other numbers."""
     weight, is_file = model.embed.weight, isinstance(tokens, TokenFile)
     bos = tokens.bos if bos is None and is_file else bos
-    given = isinstance(windows, Given)
+    given = are_windows(tokens)
     n, T = shown.shape
     policy = "as given" if given else bos_policy
     double = 0 if bos is None or T < 2 else int((shown[:, :2] == bos).all(1).sum())
@@ -752,7 +741,7 @@ def evaluate(model, tokens, *, T: int | None = None, n_sequences: int = 64, batc
             massive |= measure_steps(model, shown[massive["sequence"]], massive["channel"],
                                      massive["position"], massive["dim"])
             massive["scratch"] = spikes.result(shown, "scratch")
-    metrics = {"protocol": describe(model, tokens, windows, shown, bos_policy, bos)
+    metrics = {"protocol": describe(model, tokens, shown, bos_policy, bos)
                | (protocol or {}), "val": measure_val(nll, windows),
                "massive": massive, "sinks": sinks.result()}
     if light:

@@ -126,6 +126,7 @@ def test_structure_of_a_planted_channel():
     s = evaluation.structure_of(M, M0)
     assert (s["dominant_dim"], s["peak_layer"], s["persistence"]) == (3, 2, 0.75)
     assert s["peak_ratio"] == pytest.approx(20, rel=1e-5)
+    assert s["margin"] == pytest.approx((0.5 + 8 + 20 + 4) / 4, rel=1e-5)
     assert s["bos_concentration"] == pytest.approx(5, rel=1e-5)
 
 
