@@ -901,7 +901,7 @@ def study_table(results: list[dict], columns=COLUMNS) -> str:
 
 # ---------------------------------------------------------------------------------------- figures
 
-BLUE, RED, GREEN = "#0072B2", "#D55E00", "#009E73"      # Okabe and Ito: safe for colour-blind eyes
+BLUE, RED = "#0072B2", "#D55E00"        # Okabe and Ito: safe for colour-blind eyes
 
 
 def new_figure(width: float, height: float, rows: int = 1, cols: int = 1, **options):
@@ -930,7 +930,7 @@ def draw_layers(metrics: dict):
     name = {"committed": "committed C (decoded)"}.get(channel, "residual stream")
     at = [entry["layer"] for entry in layers]
     fig, axes = new_figure(11, 3.4, 1, 3)
-    for ax, key, title in zip(axes, ("norm", "max_median", "kurtosis"), (
+    for ax, key, title in zip(axes, ("norm", "max_median", "kurtosis_scale_free"), (
             "L2 norm", "largest / median channel", "excess kurtosis over channels")):
         ax.plot(at, [entry[key] for entry in layers], "o-", color=BLUE, label=name, ms=4)
         if layers[0]["scratch"]:
