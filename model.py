@@ -25,8 +25,10 @@ D head size, d model width, F feed-forward width, L sublayers, V vocabulary.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
+import re
 import zlib
 from dataclasses import dataclass
 from typing import Callable, NamedTuple
@@ -390,6 +392,8 @@ RESIDUALS = {"standard": StandardResidual, "ledger": Ledger, "hc2": HyperConnect
 class Transformer(nn.Module):
     """Decoder-only transformer with an exchangeable token normaliser and residual."""
 
+    new_parameters = ()     # names that the files of from_pretrained did not hold
+
     def __init__(self, config: Config, seed: int = 0):
         super().__init__()
         c = self.config = config
@@ -411,8 +415,8 @@ class Transformer(nn.Module):
         self.init_weights(seed)
 
     @torch.no_grad()
-    def init_weights(self, seed: int = 0):
-        """Initialise every parameter from (seed, its own name).
+    def init_weights(self, seed: int = 0, only=None):
+        """Initialise every parameter (or only those named) from (seed, its own name).
 
         | parameters                       | value                                            |
         |----------------------------------|--------------------------------------------------|
@@ -424,6 +428,8 @@ class Transformer(nn.Module):
         in both: arms of a study differ in their mechanism and in nothing else.
         """
         for name, p in self.named_parameters():
+            if p.is_meta or only is not None and name not in only:
+                continue
             if p.ndim >= 2:
                 g = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
                 p.copy_(torch.empty(p.shape).normal_(0, 0.02, generator=g))
@@ -530,8 +536,7 @@ class Transformer(nn.Module):
         part = lambda test: sum(n for name, n in sizes.items() if test(name))
         return {"total": sum(sizes.values()),
                 "embedding": part(lambda n: n.startswith(("embed.", "pos_embed."))),
-                "mechanism": part(lambda n: n.startswith("residual.") or ".gate." in n
-                                  or n.endswith("null_logit"))}
+                "mechanism": part(is_mechanism)}
 
     def flops_per_token(self) -> int:
         """Training FLOPs per token: 6 per weight of a matrix, 12 T d per attention (causal: half).
@@ -563,7 +568,8 @@ class Transformer(nn.Module):
             if cache is None or full:
                 keep = block if not full else max(1, block // 2)
                 seen, mask = tokens[:, -keep:], None if pad_mask is None else pad_mask[:, -keep:]
-                cache = KVCache(self.config, len(tokens), block, tokens.device,
+                length = min(block, tokens.shape[1] + max_new_tokens)
+                cache = KVCache(self.config, len(tokens), length, tokens.device,
                                 self.embed.weight.dtype)
                 new, first = seen, tokens.shape[1] - seen.shape[1]
             else:
@@ -584,10 +590,19 @@ class Transformer(nn.Module):
         return tokens
 
     @classmethod
-    def from_pretrained(cls, path: str, **overrides) -> "Transformer":
-        """A model from a run folder or checkpoint of train.py. overrides replace Config fields that
-        leave every weight's shape and name alone; anything else is an error that names the tensors."""
-        return load_model(path, **overrides)[0]
+    def from_pretrained(cls, path: str, *, dtype: torch.dtype = torch.float32,
+                        download: bool = False, seed: int = 0, **overrides) -> "Transformer":
+        """A model from a run of train.py (folder or checkpoint) or from a Llama or Qwen3 folder.
+
+        path: of either kind, or a hub id, "owner/model", looked for in the local Hugging Face cache
+        and fetched into it only with download=True. dtype: fp32 unless told (bf16 widens exactly).
+        overrides replace Config fields, e.g. block_size=512 or residual="attnres". The files must
+        hold every weight of the backbone and no other. To a Llama or Qwen3 backbone a mechanism may
+        add its own: they start from (seed, name) as in a fresh model, and `.new_parameters` lists
+        them. Raises CheckpointError, in one line that names tensors and fields; ValueError from
+        Config.
+        """
+        return load_model(path, dtype=dtype, download=download, seed=seed, **overrides)[0]
 
 
 def sample(logits, temperature: float, top_k: int | None, generator=None):
@@ -605,6 +620,10 @@ def sample(logits, temperature: float, top_k: int | None, generator=None):
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be read or does not fit, in one line."""
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:160]
 
 
 def clean_state_dict(state: dict) -> dict:
@@ -642,8 +661,8 @@ def load_checkpoint(path: str) -> dict:
     try:
         payload = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        reason = str(error).strip().splitlines()[0][:120] if str(error) else type(error).__name__
-        raise CheckpointError(f"{path} is truncated or no checkpoint: {reason}") from error
+        raise CheckpointError(f"{path} is truncated or no checkpoint: {first_line(error)}") \
+            from error
     if not isinstance(payload, dict) or not {"config", "model"} <= payload.keys():
         raise CheckpointError(f"{path} is no checkpoint of this project (no config and model)")
     return payload
@@ -658,25 +677,218 @@ def config_from(saved: dict, **overrides) -> Config:
     return Config(**{**saved, **overrides})
 
 
-def load_weights(model: Transformer, state: dict, path: str = "checkpoint"):
-    """Strict load that names what is missing, unexpected or misshapen."""
-    state, own = clean_state_dict(state), model.state_dict()
-    wrong = [f"missing {n}" for n in own if n not in state]
-    wrong += [f"unexpected {n}" for n in state if n not in own]
-    wrong += [f"{n} is {tuple(state[n].shape)}, not {tuple(own[n].shape)}" for n in own
-              if n in state and state[n].shape != own[n].shape]
+def is_mechanism(name: str) -> bool:
+    """Does a parameter belong to a mechanism, or to the backbone that all architectures share?"""
+    return name.startswith("residual.") or ".gate." in name or name.endswith("null_logit")
+
+
+def check_fit(own: dict, found: dict, path: str):
+    """Name what is missing, unexpected or misshapen. own, found: tensor name -> shape."""
+    wrong = [f"missing {n}" for n in own if n not in found]
+    wrong += [f"unexpected {n}" for n in found if n not in own]
+    wrong += [f"{n} is {tuple(found[n])}, not {tuple(own[n])}" for n in own
+              if n in found and tuple(found[n]) != tuple(own[n])]
     if wrong:
         raise CheckpointError(f"{path} does not fit the model: {'; '.join(wrong[:8])}"
                               + (f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""))
+
+
+def load_weights(model: Transformer, state: dict, path: str = "checkpoint"):
+    """Strict load that names what does not fit."""
+    state = clean_state_dict(state)
+    check_fit({n: t.shape for n, t in model.state_dict().items()},
+              {n: t.shape for n, t in state.items()}, path)
     model.load_state_dict(state)
 
 
-def load_model(path: str, **overrides) -> tuple[Transformer, dict]:
-    """(model, checkpoint) of a run folder or checkpoint file."""
+def load_model(path: str, *, dtype: torch.dtype = torch.float32, download: bool = False,
+               seed: int = 0, **overrides) -> tuple[Transformer, dict]:
+    """(model, checkpoint) of whatever from_pretrained reads. A Llama or Qwen3 folder is shown as a
+    checkpoint too: config, model, and as run its tokenizer.json, if it has one."""
+    folder = find_pretrained(os.fspath(path), download)
+    if folder:
+        model, run = load_pretrained(folder, dtype, seed, **overrides), {}
+        if find_tokenizer(folder):
+            run["tokenizer"] = find_tokenizer(folder)
+        return model, {"config": dataclasses.asdict(model.config), "model": model.state_dict(),
+                       "run": run}
     payload = load_checkpoint(path)
     model = Transformer(config_from(payload["config"], **overrides))
     load_weights(model, payload["model"], path)
-    return model, payload
+    return model.to(dtype), payload
+
+
+# -------------------------------------------------------------------------- pretrained backbones
+# A folder as `transformers` writes it: config.json, model.safetensors or shards, tokenizer.json.
+
+HF_FILES = ("config.json", "model*.safetensors*", "tokenizer.json", "tokenizer_config.json")
+HF_MODELS = {"llama": {}, "qwen3": {"qk_norm": True, "head_dim": 128}}  # model_type -> its defaults
+HF_CONFIG = {"vocab_size": "vocab_size", "num_hidden_layers": "n_layer",     # theirs -> ours
+             "num_attention_heads": "n_head", "hidden_size": "d_model",
+             "intermediate_size": "d_ff", "max_position_embeddings": "block_size",
+             "rms_norm_eps": "norm_eps"}
+HF_OPTIONAL = {"num_key_value_heads": "n_kv_head", "head_dim": "head_dim",
+               "tie_word_embeddings": "tied_head", "mlp_bias": "ffn_bias"}
+HF_FIXED = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False,
+            "rope_interleaved": False, "quantization_config": None}     # all that we compute
+HF_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+HF_NAMES = {"embed": "embed_tokens", "final_norm": "norm", "norms.0": "input_layernorm",
+            "wq": "self_attn.q_proj", "wk": "self_attn.k_proj", "wv": "self_attn.v_proj",
+            "wo": "self_attn.o_proj", "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm",
+            "norms.1": "post_attention_layernorm", "w_gate": "mlp.gate_proj",
+            "w_up": "mlp.up_proj", "w_down": "mlp.down_proj"}                # ours -> theirs
+
+
+def hf_name(name: str) -> str:
+    """sublayers.5.w_up.weight -> model.layers.2.mlp.up_proj.weight. Names of ours alone stay."""
+    module, _, leaf = name.rpartition(".")
+    kind, *rest = module.split(".")
+    if module == "head":
+        return f"lm_head.{leaf}"
+    if kind in ("norms", "sublayers"):
+        l = int(rest[0])
+        part = rest[1] if kind == "sublayers" else f"norms.{l % 2}"
+        return f"model.layers.{l // 2}.{HF_NAMES[part]}.{leaf}" if part in HF_NAMES else name
+    return f"model.{HF_NAMES[module]}.{leaf}" if module in HF_NAMES else name
+
+
+def read_json(path: str) -> dict:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return dict(json.load(file))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"cannot read {path}: {first_line(error)}") from None
+
+
+def find_pretrained(path: str, download: bool = False) -> str | None:
+    """The Llama or Qwen3 folder that `path` is, or a hub id names. None: `path` is something else.
+    Nothing is fetched without download=True; huggingface_hub alone sees the user's token."""
+    if os.path.exists(path):
+        config = os.path.join(path, "config.json")
+        foreign = os.path.exists(config) and not os.path.exists(os.path.join(path, "checkpoint.pt"))
+        return path if foreign and "model_type" in read_json(config) else None
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", path):
+        return None
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import GatedRepoError
+    except ImportError:
+        raise CheckpointError(f"no checkpoint at {path}; were it a hub id, it would take "
+                              "huggingface_hub: pip install huggingface_hub") from None
+    try:
+        return snapshot_download(path, allow_patterns=HF_FILES, local_files_only=not download)
+    except GatedRepoError:
+        raise CheckpointError(f"{path} is gated: accept its licence at https://huggingface.co/"
+                              f"{path}, log in with `hf auth login`, try again") from None
+    except Exception as error:      # network, disk, no such model: requests' and httpx' own errors
+        raise CheckpointError(
+            f"could not download {path}: {first_line(error)}" if download else
+            f"no checkpoint at {path}, and no such model in the Hugging Face cache "
+            "(a hub id is fetched only when asked: download=True)") from None
+
+
+def find_tokenizer(folder: str) -> str | None:
+    """The tokenizer.json beside the weights, for data.get_tokenizer. The model's vocabulary may be
+    larger, padded for speed (Qwen3: 151,936 rows, 151,669 ids)."""
+    path = os.path.join(folder, "tokenizer.json")
+    return path if os.path.exists(path) else None
+
+
+def hf_config(folder: str, **overrides) -> Config:
+    """config.json -> Config. What we do not compute, and what is missing, is an error."""
+    path = os.path.join(folder, "config.json")
+    found = {key: value for key, value in read_json(path).items() if value is not None}
+    if found.get("model_type") not in HF_MODELS:
+        raise CheckpointError(f"{path}: model_type {found.get('model_type')!r} is not one of "
+                              f"{', '.join(HF_MODELS)}")
+    rope = {"rope_theta": found.get("rope_theta"), **(found.get("rope_scaling") or {}),
+            **(found.get("rope_parameters") or {})}         # the newer form
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    wrong = [f"{key}={found[key]!r} (only {value!r})" for key, value in HF_FIXED.items()
+             if found.get(key, value) != value]
+    if set(found.get("layer_types", ())) - {"full_attention"}:
+        wrong.append("layer_types other than full_attention")
+    if kind not in ("default", "llama3") or rope.get("partial_rotary_factor", 1) != 1:
+        wrong.append(f"rope {kind!r} (only default and llama3, on whole heads)")
+    if wrong:
+        raise CheckpointError(f"{path} asks for what this model does not compute: "
+                              + "; ".join(wrong))
+    missing = [key for key, ours in HF_CONFIG.items() if key not in found and ours not in overrides]
+    missing += [key for key in HF_SCALING if kind == "llama3" and rope.get(key) is None]
+    if rope["rope_theta"] is None and "rope_theta" not in overrides:
+        missing.append("rope_theta")        # a default would be wrong for every recent model
+    if missing:
+        raise CheckpointError(f"{path} lacks {', '.join(missing)}")
+    fields = dict(HF_MODELS[found["model_type"]], rope_theta=rope["rope_theta"])
+    fields |= {ours: found[key] for key, ours in (HF_CONFIG | HF_OPTIONAL).items() if key in found}
+    if kind == "llama3":
+        fields["rope_scaling"] = {key: rope[key] for key in HF_SCALING}
+    return config_from(fields, **overrides)
+
+
+def open_tensors(folder: str) -> dict:
+    """Tensor name -> the opened safetensors file that holds it: one file, or the index's shards."""
+    try:
+        from safetensors import safe_open
+    except ImportError:
+        raise CheckpointError(f"{folder} needs safetensors: pip install safetensors") from None
+    names, index = ["model.safetensors"], os.path.join(folder, "model.safetensors.index.json")
+    if os.path.exists(index) and not os.path.exists(os.path.join(folder, names[0])):
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+    where = {}
+    for path in (os.path.join(folder, name) for name in names):
+        try:
+            file = safe_open(path, framework="pt")
+        except Exception as error:          # the library's own class, or OSError
+            raise CheckpointError(f"{path} is missing, truncated or no safetensors file: "
+                                  f"{first_line(error)}") from None
+        # old conversions also store the rotary frequencies, which are no weights
+        where |= {key: file for key in file.keys() if not key.endswith("rotary_emb.inv_freq")}
+    return where
+
+
+def check_tensors(own: dict, where: dict, folder: str):
+    """Names, shapes and types against the files' headers, before a weight is read."""
+    headers = {key: file.get_slice(key) for key, file in where.items()}
+    check_fit(own, {key: header.get_shape() for key, header in headers.items()}, folder)
+    for key, header in headers.items():
+        if header.get_dtype() not in ("F64", "F32", "F16", "BF16"):
+            raise CheckpointError(f"{folder}: {key} is {header.get_dtype()}: quantised weights "
+                                  "are not read")
+
+
+@torch.no_grad()
+def load_pretrained(folder: str, dtype: torch.dtype, seed: int = 0, **overrides) -> Transformer:
+    """The model of a Llama or Qwen3 folder. The files are mapped and each tensor copied once: what
+    it takes is the checkpoint (pages of the file) and the model, never a second copy of either."""
+    config, where = hf_config(folder, **overrides), open_tensors(folder)
+    with torch.device("meta"):              # shapes alone: no memory, no time
+        model = Transformer(config)
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    theirs = {name: hf_name(name) for name in shapes if not is_mechanism(name)}
+    twin = where.get("lm_head.weight") if config.tied_head else None
+    if twin and theirs["embed.weight"] in where:
+        del where["lm_head.weight"]         # stored twice: compared below
+    elif twin:
+        theirs["embed.weight"] = "lm_head.weight"
+    check_tensors({key: shapes[name] for name, key in theirs.items()}, where, folder)
+
+    model = model.to(dtype).to_empty(device="cpu")
+    if config.tied_head:
+        model.head.weight = model.embed.weight          # to_empty has parted them
+    own = dict(model.named_parameters())
+    model.new_parameters = tuple(name for name in own if is_mechanism(name))
+    for name in model.new_parameters:
+        own[name].fill_(math.nan)           # what init_weights may forget will not go unseen
+    model.init_weights(seed, only=model.new_parameters)
+    for name, key in theirs.items():
+        own[name].copy_(where[key].get_tensor(key))
+    pairs = zip(model.embed.weight.split(4096), twin.get_tensor("lm_head.weight").split(4096)) \
+        if twin else ()
+    if not all(torch.equal(a, b.to(dtype)) for a, b in pairs):
+        raise CheckpointError(f"{folder}: lm_head.weight is not the embedding, though config.json "
+                              "ties them; tied_head=False keeps both")
+    return model
 
 
 # ------------------------------------------------------------------------------ presets and sizes
