@@ -1,8 +1,8 @@
 """Attention Residuals: a sublayer that chooses which layers to read.
 
 The residual stream hands every sublayer the plain sum of all that was written before. Attention
-Residuals put a softmax over *depth* in its place: for each token, a few routing logits, one for each
-source below. Two mechanisms bear the name, and they are not the same.
+Residuals put a softmax over *depth* in its place: for each token, one routing logit for each source
+below. Two mechanisms bear the name, and they are not the same.
 
     Kimi Team (arXiv 2603.15031)         sources v_0 = embedding, v_i = output of sublayer i, bare
         g_i = w_l . RMSNorm(v_i)         one learned query for each reader, zero at first
@@ -14,12 +14,12 @@ source below. Two mechanisms bear the name, and they are not the same.
         x = sum_i softmax(g)_i s_i       replaces s_new as the stream
 
 Null coupling (OASIS 1.4) joins this softmax with the one over tokens. A head that spent its mass on
-the null option (softmax1.py) said that it had nothing to add; psi is that mass, averaged over heads.
+the null option (softmax1.py) said that it had nothing to add; psi is the heads' mean of that mass.
 A branch with much of it is asked less:   g_i <- g_i - beta (psi_i - mean psi), beta = softplus(b).
 Gradients flow through psi into the queries and keys of the layer that left the mass unspent.
 
-Read first: `attnres_reference` and `router_reference`, the two papers in ten lines each. The classes
-compute the same without ever stacking the sources.
+Read first: `attnres_reference` and `router_reference`, the two papers in ten lines each. The two
+classes compute the same without ever stacking the sources.
 
 Legend: B batch, T tokens, d model width, a router width, L sublayers, n sources.
 """
@@ -42,19 +42,30 @@ ROUTER_INITS = ("zero", "recent", "index")
 # --------------------------------------------------------------------------------- the references
 
 def depth_weights(logits, kind: str = "softmax", gamma: float = -12 / 512, zeta: float = 1.0):
-    """Weights over depth: logits (B, T, n) -> weights (B, T, n), null mass (B, T), both fp32.
+    """Weights over depth, in fp32: logits (B, T, n) -> (B, T, n). [OASIS 1.3, 1.5]
 
-    The null option of depth has the value zero: its mass is dropped, never shared out again.
+    kind: softmax, softmax1, clipped (with gamma and zeta), sparsemax or entmax15. What falls on the
+    null option of depth is multiplied by zero: that mass is dropped and never shared out again.
     """
-    x = logits if logits.dtype == torch.float64 else logits.float()                 # (B, T, n)
+    x = wide(logits)                                                                # (B, T, n)
     if kind == "clipped":
-        w = clipped_softmax(x, gamma, zeta)                                         # (B, T, n)
-    else:
-        w = {"softmax": lambda x: x.softmax(-1), "softmax1": softmax1,
-             "sparsemax": sparsemax, "entmax15": entmax15}[kind](x)                 # (B, T, n)
-    if kind in ("softmax1", "clipped"):
-        return w, (1 - w.sum(-1)).clamp(min=0)                                      # (B, T)
-    return w, x.new_zeros(x.shape[:-1])                                             # (B, T)
+        return clipped_softmax(x, gamma, zeta)                                      # (B, T, n)
+    return {"softmax": lambda x: x.softmax(-1), "softmax1": softmax1,
+            "sparsemax": sparsemax, "entmax15": entmax15}[kind](x)                  # (B, T, n)
+
+
+def depth_null(logits, weights, kind: str):
+    """The mass that a reader left unspent: (B, T, n) twice -> (B, T)."""
+    if kind == "softmax1":               # not 1 - sum: that loses every digit of a small null mass
+        return torch.sigmoid(-wide(logits).logsumexp(-1))                           # (B, T)
+    if kind == "clipped":
+        return (1 - weights.sum(-1)).clamp(min=0)                                   # (B, T)
+    return weights.new_zeros(weights.shape[:-1])                                    # (B, T)
+
+
+def wide(x):
+    """fp32, and fp64 where it is fp64."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def attnres_reference(sources: list, query, gain, eps: float = 1e-6, kind: str = "softmax",
@@ -69,14 +80,15 @@ def attnres_reference(sources: list, query, gain, eps: float = 1e-6, kind: str =
     if psi is not None:
         psi = torch.stack(psi, -1)                                                  # (B, T, n)
         g = g - beta * (psi - psi.mean(-1, keepdim=True))                           # (B, T, n)
-    return torch.einsum("btn,nbtd->btd", depth_weights(g, kind)[0], v)              # (B, T, d)
+    return torch.einsum("btn,nbtd->btd", depth_weights(g, kind), v)              # (B, T, d)
 
 
 def router_reference(candidates: list, wq, wk, bias, kind: str = "softmax",
                      psi: list | None = None, beta=0.0):
     """The next stream out of the candidate streams, as OASIS' module computes it. [OASIS 1.3]
 
-    candidates n x (B, T, d), the newest last; wq, wk (a, d); bias (n,); psi n x (B, T) -> (B, T, d).
+    candidates n x (B, T, d), the newest last; wq, wk (a, d); bias (n,); psi n x (B, T)
+    -> (B, T, d).
     """
     s = torch.stack(candidates, 2)                                                  # (B, T, n, d)
     q, k = F.linear(s[:, :, -1], wq), F.linear(s, wk)                # (B, T, a), (B, T, n, a)
@@ -84,21 +96,47 @@ def router_reference(candidates: list, wq, wk, bias, kind: str = "softmax",
     if psi is not None:
         psi = torch.stack(psi, -1)                                                  # (B, T, n)
         g = g - beta * (psi - psi.mean(-1, keepdim=True))                           # (B, T, n)
-    w = depth_weights(g.clamp(-LOGIT_MAX, LOGIT_MAX), kind)[0]                      # (B, T, n)
+    w = depth_weights(g.clamp(-LOGIT_MAX, LOGIT_MAX), kind)                         # (B, T, n)
     return torch.einsum("btn,btnd->btd", w, s)                                      # (B, T, d)
+
+
+def two_phase_reference(blocks: list, partials: list, w, eps: float = 1e-6) -> list:
+    """What all S readers of one block read, in the order that a server computes it. [AttnRes 4.3]
+
+    Phase 1 sends the S queries to the finished blocks at once, which needs no sublayer's output.
+    Phase 2 merges each reader's partial sum when it exists, by online softmax.
+    blocks n x (B, T, d), partials S x (B, T, d) or None (before anything is summed),
+    w (S, d): queries times key gains -> S x (B, T, d).
+    """
+    v = torch.stack(blocks)                                                         # (n, B, T, d)
+    g = torch.einsum("sd,nbtd->sbtn", w, F.rms_norm(v, w.shape[1:], eps=eps))       # (S, B, T, n)
+    top = g.amax(-1, keepdim=True)                                                  # (S, B, T, 1)
+    e = (g - top).exp()                                                             # (S, B, T, n)
+    out, total = torch.einsum("sbtn,nbtd->sbtd", e, v), e.sum(-1, keepdim=True)     # (S, B, T, d)
+    reads = []
+    for s, p in enumerate(partials):
+        if p is None:
+            reads.append(out[s] / total[s])                                         # (B, T, d)
+            continue
+        g_p = F.linear(F.rms_norm(p, w.shape[1:], eps=eps), w[s:s + 1])             # (B, T, 1)
+        m = torch.maximum(top[s], g_p)                                              # (B, T, 1)
+        old, new = (top[s] - m).exp(), (g_p - m).exp()                              # (B, T, 1)
+        reads.append((old * out[s] + new * p) / (old * total[s] + new))             # (B, T, d)
+    return reads
 
 
 # --------------------------------------------------------------------------------------- the parts
 
 def mix(weights, sources: list):
-    """sum_i weights_i sources_i, a running sum over the list. (B, T, n), n x (B, T, d) -> (B, T, d).
+    """sum_i weights_i sources_i, a running sum over the list.
 
-    The sum runs in the weights' fp32 and ends in the first source's dtype (the embedding's).
+    weights (B, T, n), sources n x (B, T, d) -> (B, T, d). The sum runs in the weights' fp32 and is
+    cast to the embedding's dtype at its end.
     """
     w = weights.unsqueeze(-2).unbind(-1)                                            # n x (B, T, 1)
     h = w[0] * sources[0]                                                           # (B, T, d)
     for w_i, v_i in zip(w[1:], sources[1:]):
-        h = torch.addcmul(h, w_i, v_i)                                              # (B, T, d)
+        h = h + w_i * v_i       # not addcmul: its backward takes twice as long     # (B, T, d)
     return h.to(sources[0].dtype)                                                   # (B, T, d)
 
 
@@ -147,7 +185,7 @@ class AttnRes(nn.Module):
         self.b = nn.Parameter(torch.zeros(self.L)) if config.coupling else None
 
     def init_special(self):
-        """Zero queries: every reader starts with the uniform mean, i.e. the residual up to scale."""
+        """Zero queries: all readers start with the uniform mean, the residual up to scale."""
         self.query.zero_()
         self.key_gain.fill_(1)
         if self.b is not None:
@@ -155,29 +193,29 @@ class AttnRes(nn.Module):
 
     def start(self, x, record=None):
         """x (B, T, d): the embedding is source 0, with psi 0."""
-        w = (self.query * self.key_gain)                                            # (L, d)
+        w = self.query * self.key_gain                                              # (L, d)
         state = SimpleNamespace(record=record, w=w, sources=[], logits=[], psi=[],
                                 partial=None, partial_psi=[])
         self.add(state, 0, x, x.new_zeros(x.shape[:2], dtype=torch.float32))
         return state
 
     def score(self, v, w):
-        """w . RMSNorm(v) = (w . v) / rms(v), for every reader in w (r, d): (B, T, d) -> (B, T, r)."""
+        """w . RMSNorm(v) = (w . v) / rms(v) for the readers w (r, d): (B, T, d) -> (B, T, r)."""
         with torch.autocast(v.device.type, enabled=False):
-            v = v if v.dtype == torch.float64 else v.float()                        # (B, T, d)
+            v = wide(v)                                                             # (B, T, d)
             scale = (v.square().mean(-1, keepdim=True) + self.config.norm_eps).rsqrt()  # (B, T, 1)
             return F.linear(v, w.to(v.dtype)) * scale                               # (B, T, r)
 
     def add(self, state, l: int, v, psi):
         """A finished source. Readers l + 1 .. L will ask for it: all their logits, once."""
         state.sources.append(v)
-        state.logits.append((l, self.score(v, state.w[l:])))                        # (B, T, L - l)
+        state.logits.append((l, self.score(v, state.w[l:]).unbind(-1)))     # L - l times (B, T)
         state.psi.append(psi)
 
     def read(self, state, l: int):
         if l == 0:
             return state.sources[0]                                                 # (B, T, d)
-        g = [logits[..., l - 1 - first] for first, logits in state.logits]          # n x (B, T)
+        g = [logits[l - 1 - first] for first, logits in state.logits]               # n x (B, T)
         sources, psi = state.sources, state.psi
         if state.partial is not None:
             g = g + [self.score(state.partial, state.w[l - 1:l])[..., 0]]           # n x (B, T)
@@ -188,9 +226,9 @@ class AttnRes(nn.Module):
             g, beta = couple(g, psi, self.b[l - 1])                                 # (B, T, n)
             tell(state.record, "depth_beta", l, lambda: beta)
         c = self.config
-        w, null = depth_weights(g, c.depth_normalizer, c.clip_gamma, c.clip_zeta)   # (B, T, n)
+        w = depth_weights(g, c.depth_normalizer, c.clip_gamma, c.clip_zeta)         # (B, T, n)
         tell(state.record, "depth_weights", l, lambda: w.movedim(-1, 0))
-        tell(state.record, "depth_null", l, lambda: null)
+        tell(state.record, "depth_null", l, lambda: depth_null(g, w, c.depth_normalizer))
         return mix(w, sources)                                                      # (B, T, d)
 
     def write(self, state, l: int, u, y, null):
@@ -229,7 +267,7 @@ class Site(nn.Module):
     def init_special(self):
         """router_init zero: r = 0, q and k with the spread of nn.Linear's own U(+-1/sqrt d).
         recent and index: r = 8, q and k ~ N(0, (0.02 / sqrt a)^2). Never all zero: the gradient of
-        a product needs one factor. (The matrices hold N(0, 0.02^2) drawn by name; only scaled here.)
+        a product needs one factor. (The matrices come as N(0, 0.02^2), drawn by name.)
         """
         zero = self.config.router_init == "zero"
         scale = 1 / (0.02 * math.sqrt(3 * self.config.d_model)) if zero else 1 / math.sqrt(self.a)
@@ -293,9 +331,9 @@ class OasisRouter(nn.Module):
             g, beta = couple(g, psi, site.b)                                        # (B, T, n)
             tell(state.record, "depth_beta", l, lambda: beta)
         g = g.clamp(-LOGIT_MAX, LOGIT_MAX)                                          # (B, T, n)
-        w, null = depth_weights(g, c.depth_normalizer, c.clip_gamma, c.clip_zeta)   # (B, T, n)
+        w = depth_weights(g, c.depth_normalizer, c.clip_gamma, c.clip_zeta)         # (B, T, n)
         tell(state.record, "depth_weights", l, lambda: w.movedim(-1, 0))
-        tell(state.record, "depth_null", l, lambda: null)
+        tell(state.record, "depth_null", l, lambda: depth_null(g, w, c.depth_normalizer))
         tell(state.record, "depth_recency", l, lambda: site.recency)
         return mix(w, candidates)                                                   # (B, T, d)
 
@@ -304,3 +342,114 @@ class OasisRouter(nn.Module):
 
     def penalty(self, state):
         return 0.0
+
+
+# ------------------------------------------------------------------------------------ self-check
+
+def compare(a: dict, b: dict, seed: int = 0):
+    """Largest difference of the logits of two configurations, and their largest |h| that is read.
+
+    Parameters of the residual are stirred where the second configuration has queries, so that
+    routing is far from uniform.
+    """
+    from model import PRESETS, Config, Transformer
+    logits, peaks = [], []
+    for fields in (a, b):
+        preset, stir = PRESETS[fields["preset"]], fields.get("stir", 0.0)
+        config = Config(**{**preset, "n_layer": 6, "d_model": 64, "block_size": 32,
+                           **{k: v for k, v in fields.items() if k not in ("preset", "stir")}})
+        model = Transformer(config, seed)
+        g = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(config.vocab_size, (4, 32), generator=g)             # (B, T)
+        if stir:
+            with torch.no_grad():
+                model.residual.query.normal_(0, stir, generator=g)
+        peak = []
+
+        def keep(name, l, x):
+            peak.append(x.abs().max().item())
+        keep.names = {"stream"}
+        with torch.no_grad():
+            logits.append(model(tokens, record=keep)[0])                            # (B, T, V)
+        peaks.append(max(peak))
+    return (logits[0] - logits[1]).abs().max().item(), logits[0].abs().max().item(), peaks
+
+
+def last_branch(n: int, kind: str, init: str) -> float:
+    """Weight of the newest of n candidates where the scores q . k are still zero."""
+    logits = torch.zeros(n)                                                         # (n,)
+    if init != "kimi":
+        from model import Config
+        site = Site(Config(residual="oasis", router_init=init, d_model=2, n_head=1))
+        with torch.no_grad():
+            site.init_special()
+            logits = site.bias(n).clamp(-LOGIT_MAX, LOGIT_MAX)                      # (n,)
+    return depth_weights(logits[None, None], kind)[0, 0, -1].item()
+
+
+INITS = {"zero": "OASIS, r = 0 (Llama file)", "recent": "OASIS, r = 8 (Qwen, Phi files)",
+         "index": "index bias, 8 a step (ours)", "kimi": "Kimi, zero queries (outputs)"}
+
+
+def figure(path: str):
+    """Weight of the newest candidate against how many there are, for every initialisation."""
+    import os
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    fig, ax = plt.subplots(figsize=(6.4, 4), layout="constrained")
+    n = list(range(2, 66))
+    names = {"index": ("index bias, 8 for each candidate", 8, 0.94),
+             "recent": ("r = 8 over all candidates\n(OASIS: Qwen, Phi files)", 8.6, 0.67),
+             "zero": ("r = 0 (OASIS: Llama file),\nKimi's zero queries", 3.3, 0.33)}
+    for color, (init, (name, x, y)) in enumerate(names.items()):
+        for kind, line in (("softmax", "-"), ("softmax1", "--")):
+            ax.plot(n, [last_branch(k, kind, init) for k in n], line, color=f"C{color}")
+        ax.text(x, y, name, color=f"C{color}")
+    ax.set_xscale("log", base=2)
+    ax.set_xticks([2, 4, 8, 16, 32, 64], labels=["2", "4", "8", "16", "32", "64"])
+    ax.set(xlabel="candidates n (dashed: softmax1 over depth)", ylim=(0, 1.03),
+           ylabel="weight of the newest", title="How near to a residual does the router start?")
+    ax.spines[["top", "right"]].set_visible(False)
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    fig.savefig(path, dpi=150)
+    plt.close(fig)
+
+
+def main():
+    import argparse
+    parser = argparse.ArgumentParser(description="Check and show the two depth softmaxes.")
+    parser.add_argument("--figure", default="figures/attnres.png",
+                        help="where the figure of starting weights goes (default: %(default)s)")
+    args = parser.parse_args()
+    try:
+        figure(args.figure)
+    except OSError as error:
+        parser.error(f"cannot write the figure: {error}")
+    print(f"Figure: {args.figure}")
+
+    print("(a) Zero queries are the standard residual: each reader sees the stream over n.")
+    for eps in (1e-6, 1e-12):
+        diff, size, _ = compare({"preset": "vanilla", "norm_eps": eps},
+                                {"preset": "attnres", "norm_eps": eps})
+        print(f"    norm_eps {eps:.0e}: max |logit difference| {diff:.1e} of {size:.2f}")
+
+    print("(b) Over depth, softmax1 only rescales what Kimi's readers see; their norm undoes it.")
+    for eps in (1e-6, 1e-12):
+        diff, size, peaks = compare(
+            {"preset": "attnres", "norm_eps": eps, "stir": 0.1},
+            {"preset": "attnres", "norm_eps": eps, "stir": 0.1, "depth_normalizer": "softmax1"})
+        print(f"    norm_eps {eps:.0e}: max |logit difference| {diff:.1e} of {size:.2f}, yet "
+              f"max |h| {peaks[0]:.3f} -> {peaks[1]:.3f} ({peaks[1] / peaks[0] - 1:+.0%})")
+
+    print("(c) Weight of the newest of n candidates at the start: softmax / softmax1")
+    ns = (2, 3, 5, 9, 17, 33, 65)
+    print(f"    {'n':34s}" + "".join(f"{n:>12d}" for n in ns))
+    for init, label in INITS.items():
+        cells = (f"{last_branch(n, 'softmax', init):.3f}/{last_branch(n, 'softmax1', init):.3f}"
+                 for n in ns)
+        print(f"    {label:34s}" + "".join(f"{c:>12s}" for c in cells))
+
+
+if __name__ == "__main__":
+    main()
