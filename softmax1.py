@@ -316,8 +316,8 @@ def _cpu_forward(q, k, v, s, seen, causal, scale):
         outs.append(out)
         lses.append(lse)
     L = functools.reduce(torch.logaddexp, lses, s[:, None]).contiguous()  # (B, H, T)
-    out = sum(out * torch.exp(lse - L).unsqueeze(-1) for out, lse in zip(outs, lses))
-    return out.to(q.dtype).contiguous(), L  # (B, H, T, D), (B, H, T)
+    parts = [out.mul_(torch.exp(lse - L).unsqueeze(-1)) for out, lse in zip(outs, lses)]
+    return functools.reduce(torch.add, parts).contiguous(), L  # (B, H, T, D), (B, H, T)
 
 
 def _cpu_backward(dout, dL, q, k, v, seen, out, L, causal, scale):
@@ -342,7 +342,171 @@ def _cpu_backward(dout, dL, q, k, v, seen, out, L, causal, scale):
             dout, q, k[:, :, keys], v[:, :, keys], out, L, 0.0, triangle, scale=scale,
             attn_mask=None if bias is None else bias[..., keys]))
     dq, dk, dv = zip(*parts)
-    return sum(dq), torch.cat(dk, 2), torch.cat(dv, 2)
+    return functools.reduce(torch.add, dq), torch.cat(dk, 2), torch.cat(dv, 2)
+
+
+# ---------------------------------------------------------------------------- fused, Triton
+
+# One program owns one tile of queries (forward, dq) or of keys (dk, dv) and walks along the other
+# axis. The kernels work in base 2 throughout: x = S log2(e), exp2 is the hardware's own. Each walk
+# has two stretches, unrolled: tiles that are wholly visible need no comparison (EDGE = 0), those on
+# the causal diagonal or across the end of the sequence do (EDGE = 1). `_kernels` binds tl.
+
+tl = None
+LOG2E = 1.4426950408889634
+
+
+def _triton_forward(Q, K, V, NULL, SEEN, OUT, LSE, q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s,
+                    o_b, o_h, o_t, seen_b, seen_s, scale, H, T, S,
+                    GROUP: "tl.constexpr", D: "tl.constexpr", CAUSAL: "tl.constexpr",
+                    MASKED: "tl.constexpr", PRECISION: "tl.constexpr", BLOCK_D: "tl.constexpr",
+                    BLOCK_T: "tl.constexpr", BLOCK_S: "tl.constexpr"):
+    t0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_T  # the longest rows start first
+    b, h = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
+    t, d, past = t0 + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D), S - T
+    rows = (t < T)[:, None] & (d < D)[None, :]
+    q = tl.load(Q + b * q_b + h * q_h + t[:, None] * q_t + d[None, :], mask=rows, other=0.0)
+    K += b * k_b + h // GROUP * k_h
+    V += b * v_b + h // GROUP * v_h
+
+    # The online softmax starts as if the null key had been seen: maximum s, sum 1, value 0. The
+    # maximum is therefore finite from the start, and no row, however masked, can make a NaN.
+    m = tl.zeros([BLOCK_T], tl.float32) + tl.load(NULL + h) * 1.4426950408889634
+    l = tl.zeros([BLOCK_T], tl.float32) + 1.0
+    acc = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+    last = tl.minimum(S, t0 + BLOCK_T + past) if CAUSAL else S
+    whole = (tl.minimum(S, t0 + past + 1) if CAUSAL else S) // BLOCK_S * BLOCK_S
+    for EDGE in tl.static_range(2):
+        for j0 in range(whole * EDGE, last if EDGE else whole, BLOCK_S):
+            j = j0 + tl.arange(0, BLOCK_S)
+            inside = (d < D)[None, :] & (j < S)[:, None] if EDGE else (d < D)[None, :]
+            k = tl.load(K + j[:, None] * k_s + d[None, :], mask=inside, other=0.0)
+            x = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * 1.4426950408889634)
+            if EDGE:
+                seen = (j < S)[None, :] & (t[:, None] + past >= j[None, :] if CAUSAL else True)
+                x = tl.where(seen, x, float("-inf"))
+            if MASKED:
+                seen = tl.load(SEEN + b * seen_b + j * seen_s, mask=j < S, other=0)
+                x = tl.where(seen[None, :] != 0, x, float("-inf"))
+            m_new = tl.maximum(m, tl.max(x, 1))
+            p, shrink = tl.exp2(x - m_new[:, None]), tl.exp2(m - m_new)
+            v = tl.load(V + j[:, None] * v_s + d[None, :], mask=inside, other=0.0)
+            l = l * shrink + tl.sum(p, 1)
+            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+            m = m_new
+    out = (acc / l[:, None]).to(OUT.dtype.element_ty)
+    tl.store(OUT + b * o_b + h * o_h + t[:, None] * o_t + d[None, :], out, mask=rows)
+    natural = (m + tl.log2(l)) / 1.4426950408889634
+    tl.store(LSE + (b * H + h) * T + t, natural, mask=t < T)
+
+
+def _triton_dq(Q, K, V, SEEN, OUT, LSE, DOUT, DLSE, DELTA, DQ, q_b, q_h, q_t, k_b, k_h, k_s,
+               v_b, v_h, v_s, o_b, o_h, o_t, g_b, g_h, g_t, seen_b, seen_s, scale, H, T, S,
+               GROUP: "tl.constexpr", D: "tl.constexpr", CAUSAL: "tl.constexpr",
+               MASKED: "tl.constexpr", PRECISION: "tl.constexpr", BLOCK_D: "tl.constexpr",
+               BLOCK_T: "tl.constexpr", BLOCK_S: "tl.constexpr"):
+    t0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_T
+    b, h = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
+    t, d, past = t0 + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D), S - T
+    rows = (t < T)[:, None] & (d < D)[None, :]
+    q = tl.load(Q + b * q_b + h * q_h + t[:, None] * q_t + d[None, :], mask=rows, other=0.0)
+    g = tl.load(DOUT + b * g_b + h * g_h + t[:, None] * g_t + d[None, :], mask=rows, other=0.0)
+    o = tl.load(OUT + b * o_b + h * o_h + t[:, None] * o_t + d[None, :], mask=rows, other=0.0)
+    K += b * k_b + h // GROUP * k_h
+    V += b * v_b + h // GROUP * v_h
+    row = (b * H + h) * T + t
+    lse = tl.load(LSE + row, mask=t < T, other=0.0) * 1.4426950408889634
+    # the null gradient enters here, and nowhere else
+    delta = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1) - tl.load(DLSE + row, mask=t < T, other=0.0)
+    tl.store(DELTA + row, delta, mask=t < T)  # for dk and dv
+
+    dq = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
+    last = tl.minimum(S, t0 + BLOCK_T + past) if CAUSAL else S
+    whole = (tl.minimum(S, t0 + past + 1) if CAUSAL else S) // BLOCK_S * BLOCK_S
+    for EDGE in tl.static_range(2):
+        for j0 in range(whole * EDGE, last if EDGE else whole, BLOCK_S):
+            j = j0 + tl.arange(0, BLOCK_S)
+            inside = (d < D)[None, :] & (j < S)[:, None] if EDGE else (d < D)[None, :]
+            k = tl.load(K + j[:, None] * k_s + d[None, :], mask=inside, other=0.0)
+            v = tl.load(V + j[:, None] * v_s + d[None, :], mask=inside, other=0.0)
+            x = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * 1.4426950408889634)
+            p = tl.exp2(x - lse[:, None])
+            if EDGE:
+                seen = (j < S)[None, :] & (t[:, None] + past >= j[None, :] if CAUSAL else True)
+                p = tl.where(seen, p, 0.0)
+            if MASKED:
+                seen = tl.load(SEEN + b * seen_b + j * seen_s, mask=j < S, other=0)
+                p = tl.where(seen[None, :] != 0, p, 0.0)
+            dp = tl.dot(g, tl.trans(v), input_precision=PRECISION)
+            dx = p * (dp - delta[:, None])
+            dq = tl.dot(dx.to(k.dtype), k, dq, input_precision=PRECISION)
+    dq = (dq * scale).to(DQ.dtype.element_ty)
+    tl.store(DQ + (row * D)[:, None] + d[None, :], dq, mask=rows)
+
+
+def _triton_dkv(Q, K, V, SEEN, LSE, DOUT, DELTA, DK, DV, q_b, q_h, q_t, k_b, k_h, k_s,
+                v_b, v_h, v_s, g_b, g_h, g_t, seen_b, seen_s, scale, H, T, S,
+                GROUP: "tl.constexpr", D: "tl.constexpr", CAUSAL: "tl.constexpr",
+                MASKED: "tl.constexpr", PRECISION: "tl.constexpr", BLOCK_D: "tl.constexpr",
+                BLOCK_T: "tl.constexpr", BLOCK_S: "tl.constexpr"):
+    j0, heads = tl.program_id(0) * BLOCK_S, H // GROUP  # the first keys, seen by most, start first
+    b, h = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+    j, d, past = j0 + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D), S - T
+    rows = (j < S)[:, None] & (d < D)[None, :]
+    k = tl.load(K + b * k_b + h * k_h + j[:, None] * k_s + d[None, :], mask=rows, other=0.0)
+    v = tl.load(V + b * v_b + h * v_h + j[:, None] * v_s + d[None, :], mask=rows, other=0.0)
+    if MASKED:
+        seen_j = tl.load(SEEN + b * seen_b + j * seen_s, mask=j < S, other=0)
+
+    dk = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_S, BLOCK_D], tl.float32)
+    # queries [first, whole) straddle the diagonal, those from `whole` on see all of these keys;
+    # rows past T load zeros and add nothing
+    first = tl.maximum(j0 - past, 0) // BLOCK_T * BLOCK_T if CAUSAL else 0
+    whole = tl.cdiv(tl.maximum(j0 + BLOCK_S - 1 - past, 0), BLOCK_T) * BLOCK_T if CAUSAL else 0
+    for head in range(GROUP):  # every query head that shares these keys
+        hq = h * GROUP + head
+        for EDGE in tl.static_range(2):
+            for t0 in range(first if EDGE else whole, tl.minimum(whole, T) if EDGE else T, BLOCK_T):
+                t = t0 + tl.arange(0, BLOCK_T)
+                inside = (t < T)[:, None] & (d < D)[None, :]
+                q = tl.load(Q + b * q_b + hq * q_h + t[:, None] * q_t + d[None, :], mask=inside,
+                            other=0.0)
+                g = tl.load(DOUT + b * g_b + hq * g_h + t[:, None] * g_t + d[None, :], mask=inside,
+                            other=0.0)
+                row = (b * H + hq) * T + t
+                lse = tl.load(LSE + row, mask=t < T, other=0.0) * 1.4426950408889634
+                delta = tl.load(DELTA + row, mask=t < T, other=0.0)
+                x = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * 1.4426950408889634)
+                p = tl.exp2(x - lse[None, :])  # (keys, queries)
+                if EDGE:
+                    p = tl.where(t[None, :] + past >= j[:, None], p, 0.0)
+                if MASKED:
+                    p = tl.where(seen_j[:, None] != 0, p, 0.0)
+                dv = tl.dot(p.to(g.dtype), g, dv, input_precision=PRECISION)
+                dp = tl.dot(v, tl.trans(g), input_precision=PRECISION)
+                dx = p * (dp - delta[None, :])
+                dk = tl.dot(dx.to(q.dtype), q, dk, input_precision=PRECISION)
+    to = ((b * heads + h) * S + j)[:, None] * D + d[None, :]
+    tl.store(DK + to, (dk * scale).to(DK.dtype.element_ty), mask=rows)
+    tl.store(DV + to, dv.to(DV.dtype.element_ty), mask=rows)
+
+
+@functools.cache
+def _kernels() -> dict:
+    """The three kernels, compiled on first use; importing this file never imports triton."""
+    global tl
+    import triton
+    import triton.language
+    tl = triton.language
+    return {f.__name__: triton.jit(f) for f in (_triton_forward, _triton_dq, _triton_dkv)}
+
+
+def _blocks(kernel: str, block_d: int, itemsize: int) -> dict:
+    """Tile sizes that keep a kernel within 99 KB of shared memory (consumer cards) and its
+    registers; the tests compile each of them for sm_80 and sm_90 and hold it to that."""
+    T, S, warps, stages = 64, 64, 4, 2
+    return dict(BLOCK_T=T, BLOCK_S=S, num_warps=warps, num_stages=stages)
 
 
 FUSED = {"cpu": (_cpu_forward, _cpu_backward)}

@@ -53,7 +53,7 @@ class Recipe:
     tokenizer: str = "bytes"
     bos: str = "window"           # none | document | window
     seed: int = 0
-    steps: int = 600
+    steps: int = 400
     batch_size: int = 12          # sequences per optimiser step, over all devices
     micro_batch: int = 0          # sequences per forward pass and device; 0: all of them
     lr: float = 3e-3
@@ -74,7 +74,7 @@ class Recipe:
 # nano and micro are ours; 60m is Gu et al.'s (arXiv 2410.10781), 160m and 290m [Ledger 2.7]
 RECIPES = {
     "nano": {},
-    "micro": {"steps": 2000, "lr": 2e-3, "warmup": 100},
+    "micro": {"steps": 2000, "lr": 2e-3, "warmup": 100, "eval_every": 500},
     "60m": {"data": "fineweb-edu", "tokenizer": "gpt2", "bos": "none", "steps": 20000,
             "batch_size": 1024, "micro_batch": 32, "lr": 4e-4, "warmup": 100, "eval_every": 500},
     "160m": {"data": "fineweb-edu", "tokenizer": "gpt2", "bos": "none", "steps": 14000,
@@ -739,7 +739,8 @@ def finished(folder: str, command: list[str]) -> bool:
 
 def print_estimate(todo, args, total: int):
     """Time three steps of every arm in question, and say what all of it will take."""
-    seconds, timed = 0.0, {}
+    threads, seconds, timed = torch.get_num_threads(), 0.0, {}
+    torch.set_num_threads(share_of_cores(args.jobs))
     for name, command in todo:
         arm = name.rsplit("-s", 1)[0]
         if arm not in timed:
@@ -752,14 +753,19 @@ def print_estimate(todo, args, total: int):
             trainer.step(1), trainer.step(2)
             timed[arm] = recipe.steps * (time.perf_counter() - start) / 2
         seconds += timed[arm]
-    print(f"{len(todo)} of {total} runs to do, about {seconds / 60:.0f} minutes in all, evaluation "
-          f"apart ({args.jobs} at a time; finished runs are kept, so this can be interrupted)",
-          flush=True)
+    torch.set_num_threads(threads)
+    print(f"{len(todo)} of {total} runs to do, {args.jobs} at a time: about "
+          f"{seconds / args.jobs / 60:.0f} minutes, evaluation apart. Finished runs are kept, so "
+          "this can be interrupted.", flush=True)
+
+
+def share_of_cores(jobs: int) -> int:
+    return max(1, (os.cpu_count() or 1) // jobs)
 
 
 def run_all(todo, out: str, jobs: int) -> list[str]:
     """Run commands, `jobs` at a time, each with its share of the cores -> those that failed."""
-    threads = str(max(1, (os.cpu_count() or 1) // jobs))
+    threads = str(share_of_cores(jobs))
     queue, running, failed = list(todo), {}, []
     bar = tqdm(total=len(todo), unit="run", disable=None)
     try:
