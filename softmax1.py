@@ -14,6 +14,8 @@ the same function made fast. `python softmax1.py` checks every path and draws th
 Legend: B batch, H query heads, Hkv key/value heads, T queries, S keys, D head size.
 """
 
+from __future__ import annotations  # the kernels' parameters may say tl before it is there
+
 import argparse
 import functools
 import importlib.util
@@ -53,7 +55,7 @@ def _softmax_null(x: torch.Tensor, null_logit, dim: int) -> tuple[torch.Tensor, 
     The shift m is the maximum over *all* logits, the null's included: adding exp(0) after a shift
     by the maximum of the row alone would be another function.
     """
-    x = x.clamp(max=torch.finfo(x.dtype).max)  # an fp16 logit of 1e6 is +inf; inf - inf is no number
+    x = x.clamp(max=torch.finfo(x.dtype).max)  # an fp16 logit of 1e6 is +inf, and inf - inf NaN
     s = torch.as_tensor(null_logit, dtype=x.dtype, device=x.device).clamp(min=UNREACHABLE)
     m = torch.maximum(x.amax(dim, keepdim=True), s).detach()
     e, e_null = torch.exp(x - m), torch.exp(s - m)
@@ -73,7 +75,7 @@ def softmax1(logits: torch.Tensor, dim: int = -1, null_logit=0.0) -> torch.Tenso
 class _Entmax(torch.autograd.Function):
     """alpha-entmax along the last axis for alpha 2 (sparsemax) and 1.5, exact, by sorting.
 
-    p = relu((alpha - 1) x - tau) ^ (1 / (alpha - 1)), with tau such that p sums to one. Its Jacobian
+    p = relu((alpha - 1) x - tau) ^ (1 / (alpha - 1)), with tau such that p sums to one. The Jacobian
     is diag(w) - w wᵀ / sum(w) with w = p^(2 - alpha): softmax's own, with w in the place of p.
     (Martins & Astudillo 2016, arXiv 1602.02068; Peters et al. 2019, arXiv 1905.05702.)
     """
@@ -187,7 +189,8 @@ def _attend_sdpa(q, k, v, normalizer, causal, null_logit, mask, scale):
     s = _null_logits(q, null_logit)[:, None, None] / scale  # (H, 1, 1)
     q, k, v = F.pad(q, (0, 8, first, 0)), F.pad(k, (0, 8, null, 0)), F.pad(v, (0, 8, null, 0))
     rough = s.to(q.dtype)
-    spare = torch.cat([rough, (s - rough).to(q.dtype), torch.full_like(rough, 3e4)], -1)  # (H, 1, 3)
+    fine = (s - rough).to(q.dtype)  # (H, 1, 1)
+    spare = torch.cat([rough, fine, torch.full_like(rough, 3e4)], -1)  # (H, 1, 3)
     q = torch.cat([q[..., :D], spare.expand(B, H, q.size(2), 3), q[..., D + 3:]], -1)
     k[:, :, :null, D:D + 2] = 1  # (B, Hkv, null + S, D + 8)
     v[:, :, :null, D] = 1  # (B, Hkv, null + S, D + 8)
@@ -208,8 +211,8 @@ def _attend_sdpa(q, k, v, normalizer, causal, null_logit, mask, scale):
 # Flash attention never holds more than a tile of the T x S matrix. Beside its output it knows the
 # log-sum-exp of each row, and that is all the null key needs: it is one more term of that sum.
 #
-#     lse = log sum_j exp(S_j)     L = log(exp(s) + exp(lse))     null = exp(s - L)     P = exp(S - L)
-#     out = P v = softmax(S) v * exp(lse - L)
+#     lse = log sum_j exp(S_j)     L = log(exp(s) + exp(lse))     null = exp(s - L)
+#     P = exp(S - L)               out = P v = softmax(S) v * exp(lse - L)
 #
 # Backward, given dO for out and dL for L (the gradient of null reaches L through exp(s - L)):
 #
@@ -350,17 +353,18 @@ def _cpu_backward(dout, dL, q, k, v, seen, out, L, causal, scale):
 # One program owns one tile of queries (forward, dq) or of keys (dk, dv) and walks along the other
 # axis. The kernels work in base 2 throughout: x = S log2(e), exp2 is the hardware's own. Each walk
 # has two stretches, unrolled: tiles that are wholly visible need no comparison (EDGE = 0), those on
-# the causal diagonal or across the end of the sequence do (EDGE = 1). `_kernels` binds tl.
+# the causal diagonal or across the end of the sequence do (EDGE = 1). Products of fp32 tiles take
+# three tf32 products each, which keeps fp32 accuracy on tensor cores. `_kernels` binds `tl`.
 
 tl = None
-LOG2E = 1.4426950408889634
 
 
 def _triton_forward(Q, K, V, NULL, SEEN, OUT, LSE, q_b, q_h, q_t, k_b, k_h, k_s, v_b, v_h, v_s,
                     o_b, o_h, o_t, seen_b, seen_s, scale, H, T, S,
-                    GROUP: "tl.constexpr", D: "tl.constexpr", CAUSAL: "tl.constexpr",
-                    MASKED: "tl.constexpr", PRECISION: "tl.constexpr", BLOCK_D: "tl.constexpr",
-                    BLOCK_T: "tl.constexpr", BLOCK_S: "tl.constexpr"):
+                    GROUP: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
+                    MASKED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+                    BLOCK_S: tl.constexpr):
+    LOG2E = 1.4426950408889634
     t0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_T  # the longest rows start first
     b, h = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
     t, d, past = t0 + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D), S - T
@@ -371,7 +375,7 @@ def _triton_forward(Q, K, V, NULL, SEEN, OUT, LSE, q_b, q_h, q_t, k_b, k_h, k_s,
 
     # The online softmax starts as if the null key had been seen: maximum s, sum 1, value 0. The
     # maximum is therefore finite from the start, and no row, however masked, can make a NaN.
-    m = tl.zeros([BLOCK_T], tl.float32) + tl.load(NULL + h) * 1.4426950408889634
+    m = tl.zeros([BLOCK_T], tl.float32) + tl.load(NULL + h) * LOG2E
     l = tl.zeros([BLOCK_T], tl.float32) + 1.0
     acc = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
     last = tl.minimum(S, t0 + BLOCK_T + past) if CAUSAL else S
@@ -381,7 +385,7 @@ def _triton_forward(Q, K, V, NULL, SEEN, OUT, LSE, q_b, q_h, q_t, k_b, k_h, k_s,
             j = j0 + tl.arange(0, BLOCK_S)
             inside = (d < D)[None, :] & (j < S)[:, None] if EDGE else (d < D)[None, :]
             k = tl.load(K + j[:, None] * k_s + d[None, :], mask=inside, other=0.0)
-            x = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * 1.4426950408889634)
+            x = tl.dot(q, tl.trans(k), input_precision="tf32x3") * (scale * LOG2E)
             if EDGE:
                 seen = (j < S)[None, :] & (t[:, None] + past >= j[None, :] if CAUSAL else True)
                 x = tl.where(seen, x, float("-inf"))
@@ -392,19 +396,20 @@ def _triton_forward(Q, K, V, NULL, SEEN, OUT, LSE, q_b, q_h, q_t, k_b, k_h, k_s,
             p, shrink = tl.exp2(x - m_new[:, None]), tl.exp2(m - m_new)
             v = tl.load(V + j[:, None] * v_s + d[None, :], mask=inside, other=0.0)
             l = l * shrink + tl.sum(p, 1)
-            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="tf32x3")
             m = m_new
     out = (acc / l[:, None]).to(OUT.dtype.element_ty)
     tl.store(OUT + b * o_b + h * o_h + t[:, None] * o_t + d[None, :], out, mask=rows)
-    natural = (m + tl.log2(l)) / 1.4426950408889634
+    natural = (m + tl.log2(l)) / LOG2E
     tl.store(LSE + (b * H + h) * T + t, natural, mask=t < T)
 
 
 def _triton_dq(Q, K, V, SEEN, OUT, LSE, DOUT, DLSE, DELTA, DQ, q_b, q_h, q_t, k_b, k_h, k_s,
                v_b, v_h, v_s, o_b, o_h, o_t, g_b, g_h, g_t, seen_b, seen_s, scale, H, T, S,
-               GROUP: "tl.constexpr", D: "tl.constexpr", CAUSAL: "tl.constexpr",
-               MASKED: "tl.constexpr", PRECISION: "tl.constexpr", BLOCK_D: "tl.constexpr",
-               BLOCK_T: "tl.constexpr", BLOCK_S: "tl.constexpr"):
+               GROUP: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
+               MASKED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+               BLOCK_S: tl.constexpr):
+    LOG2E = 1.4426950408889634
     t0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_T
     b, h = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
     t, d, past = t0 + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D), S - T
@@ -415,9 +420,9 @@ def _triton_dq(Q, K, V, SEEN, OUT, LSE, DOUT, DLSE, DELTA, DQ, q_b, q_h, q_t, k_
     K += b * k_b + h // GROUP * k_h
     V += b * v_b + h // GROUP * v_h
     row = (b * H + h) * T + t
-    lse = tl.load(LSE + row, mask=t < T, other=0.0) * 1.4426950408889634
-    # the null gradient enters here, and nowhere else
-    delta = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1) - tl.load(DLSE + row, mask=t < T, other=0.0)
+    lse = tl.load(LSE + row, mask=t < T, other=0.0) * LOG2E
+    delta = tl.sum(g.to(tl.float32) * o.to(tl.float32), 1)
+    delta -= tl.load(DLSE + row, mask=t < T, other=0.0)  # all that the null's gradient changes
     tl.store(DELTA + row, delta, mask=t < T)  # for dk and dv
 
     dq = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
@@ -429,7 +434,7 @@ def _triton_dq(Q, K, V, SEEN, OUT, LSE, DOUT, DLSE, DELTA, DQ, q_b, q_h, q_t, k_
             inside = (d < D)[None, :] & (j < S)[:, None] if EDGE else (d < D)[None, :]
             k = tl.load(K + j[:, None] * k_s + d[None, :], mask=inside, other=0.0)
             v = tl.load(V + j[:, None] * v_s + d[None, :], mask=inside, other=0.0)
-            x = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * 1.4426950408889634)
+            x = tl.dot(q, tl.trans(k), input_precision="tf32x3") * (scale * LOG2E)
             p = tl.exp2(x - lse[:, None])
             if EDGE:
                 seen = (j < S)[None, :] & (t[:, None] + past >= j[None, :] if CAUSAL else True)
@@ -437,18 +442,19 @@ def _triton_dq(Q, K, V, SEEN, OUT, LSE, DOUT, DLSE, DELTA, DQ, q_b, q_h, q_t, k_
             if MASKED:
                 seen = tl.load(SEEN + b * seen_b + j * seen_s, mask=j < S, other=0)
                 p = tl.where(seen[None, :] != 0, p, 0.0)
-            dp = tl.dot(g, tl.trans(v), input_precision=PRECISION)
+            dp = tl.dot(g, tl.trans(v), input_precision="tf32x3")
             dx = p * (dp - delta[:, None])
-            dq = tl.dot(dx.to(k.dtype), k, dq, input_precision=PRECISION)
+            dq = tl.dot(dx.to(k.dtype), k, dq, input_precision="tf32x3")
     dq = (dq * scale).to(DQ.dtype.element_ty)
     tl.store(DQ + (row * D)[:, None] + d[None, :], dq, mask=rows)
 
 
 def _triton_dkv(Q, K, V, SEEN, LSE, DOUT, DELTA, DK, DV, q_b, q_h, q_t, k_b, k_h, k_s,
                 v_b, v_h, v_s, g_b, g_h, g_t, seen_b, seen_s, scale, H, T, S,
-                GROUP: "tl.constexpr", D: "tl.constexpr", CAUSAL: "tl.constexpr",
-                MASKED: "tl.constexpr", PRECISION: "tl.constexpr", BLOCK_D: "tl.constexpr",
-                BLOCK_T: "tl.constexpr", BLOCK_S: "tl.constexpr"):
+                GROUP: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
+                MASKED: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+                BLOCK_S: tl.constexpr):
+    LOG2E = 1.4426950408889634
     j0, heads = tl.program_id(0) * BLOCK_S, H // GROUP  # the first keys, seen by most, start first
     b, h = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
     j, d, past = j0 + tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D), S - T
@@ -475,18 +481,18 @@ def _triton_dkv(Q, K, V, SEEN, LSE, DOUT, DELTA, DK, DV, q_b, q_h, q_t, k_b, k_h
                 g = tl.load(DOUT + b * g_b + hq * g_h + t[:, None] * g_t + d[None, :], mask=inside,
                             other=0.0)
                 row = (b * H + hq) * T + t
-                lse = tl.load(LSE + row, mask=t < T, other=0.0) * 1.4426950408889634
+                lse = tl.load(LSE + row, mask=t < T, other=0.0) * LOG2E
                 delta = tl.load(DELTA + row, mask=t < T, other=0.0)
-                x = tl.dot(k, tl.trans(q), input_precision=PRECISION) * (scale * 1.4426950408889634)
+                x = tl.dot(k, tl.trans(q), input_precision="tf32x3") * (scale * LOG2E)
                 p = tl.exp2(x - lse[None, :])  # (keys, queries)
                 if EDGE:
                     p = tl.where(t[None, :] + past >= j[:, None], p, 0.0)
                 if MASKED:
                     p = tl.where(seen_j[:, None] != 0, p, 0.0)
-                dv = tl.dot(p.to(g.dtype), g, dv, input_precision=PRECISION)
-                dp = tl.dot(v, tl.trans(g), input_precision=PRECISION)
+                dv = tl.dot(p.to(g.dtype), g, dv, input_precision="tf32x3")
+                dp = tl.dot(v, tl.trans(g), input_precision="tf32x3")
                 dx = p * (dp - delta[None, :])
-                dk = tl.dot(dx.to(q.dtype), q, dk, input_precision=PRECISION)
+                dk = tl.dot(dx.to(q.dtype), q, dk, input_precision="tf32x3")
     to = ((b * heads + h) * S + j)[:, None] * D + d[None, :]
     tl.store(DK + to, (dk * scale).to(DK.dtype.element_ty), mask=rows)
     tl.store(DV + to, dv.to(DV.dtype.element_ty), mask=rows)
@@ -502,14 +508,75 @@ def _kernels() -> dict:
     return {f.__name__: triton.jit(f) for f in (_triton_forward, _triton_dq, _triton_dkv)}
 
 
-def _blocks(kernel: str, block_d: int, itemsize: int) -> dict:
-    """Tile sizes that keep a kernel within 99 KB of shared memory (consumer cards) and its
-    registers; the tests compile each of them for sm_80 and sm_90 and hold it to that."""
-    T, S, warps, stages = 64, 64, 4, 2
-    return dict(BLOCK_T=T, BLOCK_S=S, num_warps=warps, num_stages=stages)
+def _blocks(kernel: str, block_d: int, itemsize: int) -> tuple[int, int, int, int]:
+    """BLOCK_T, BLOCK_S, warps, stages: the largest tried that need at most 99 KB of shared memory
+    (consumer cards) and spill no register, on sm_80 and on sm_90. The tests compile them all."""
+    narrow = block_d <= 64
+    if itemsize == 4:
+        return (32, 32, 4, 1) if narrow else (16, 16, 4, 1)
+    return {"_triton_forward": (128, 64, 8, 3 if narrow else 2),
+            "_triton_dq": (64, 64, 4 if narrow else 8, 2),
+            "_triton_dkv": (32, 128 if narrow else 64, 8, 2)}[kernel]
 
 
-FUSED = {"cpu": (_cpu_forward, _cpu_backward)}
+_fitted = {}  # (kernel, BLOCK_D, itemsize) -> smaller tiles, on a card where those above do not fit
+
+
+def _launch(kernel: str, length: int, programs: int, args: tuple, q, group, causal, masked):
+    """Run a kernel over `length` rows of its own axis, for `programs` (batch, head) pairs."""
+    from triton.runtime.errors import OutOfResources
+    block_d = max(16, 1 << (q.size(3) - 1).bit_length())
+    key = kernel, block_d, q.element_size()
+    while True:
+        block_t, block_s, warps, stages = _fitted.get(key) or _blocks(*key)
+        tile = block_s if kernel == "_triton_dkv" else block_t
+        try:
+            with torch.cuda.device_of(q):
+                return _kernels()[kernel][(-(-length // tile), programs)](
+                    *args, GROUP=group, D=q.size(3), CAUSAL=causal, MASKED=masked, BLOCK_D=block_d,
+                    BLOCK_T=block_t, BLOCK_S=block_s, num_warps=warps, num_stages=stages)
+        except OutOfResources:
+            if block_t == block_s == 16:
+                raise
+            _fitted[key] = max(16, block_t // 2), max(16, block_s // 2), warps, 1
+            say_once(f"{kernel}: tiles of {block_t} x {block_s} do not fit this card, using smaller")
+
+
+def _seen_bytes(seen, q, S):
+    """A padding mask (B or 1, 1, 1, S or 1) as bytes (B, S) and its two strides."""
+    if seen is None:
+        return None, 0, 0
+    seen = seen[:, 0, 0].to(torch.int8).expand(q.size(0), S)  # (B, S)
+    return seen, *seen.stride()
+
+
+def _run_forward(q, k, v, s, seen, causal, scale):
+    (B, H, T, D), (_, Hkv, S, _) = q.shape, k.shape
+    out, L = torch.empty_like(q, memory_format=torch.contiguous_format), s.new_empty(B, H, T)
+    seen, *seen_strides = _seen_bytes(seen, q, S)
+    strides = (n for x in (q, k, v, out) for n in x.stride()[:3])
+    args = q, k, v, s.contiguous(), seen, out, L, *strides, *seen_strides, scale, H, T, S
+    _launch("_triton_forward", T, B * H, args, q, H // Hkv, causal, seen is not None)
+    return out, L  # (B, H, T, D), (B, H, T)
+
+
+def _run_backward(dout, dL, q, k, v, seen, out, L, causal, scale):
+    (B, H, T, D), (_, Hkv, S, _) = q.shape, k.shape
+    dL = torch.zeros_like(L) if dL is None else dL.contiguous()  # (B, H, T)
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    delta = torch.empty_like(L)  # (B, H, T)
+    seen, *seen_strides = _seen_bytes(seen, q, S)
+    end = *seen_strides, scale, H, T, S
+    args = (q, k, v, seen, out, L, dout, dL, delta, dq,
+            *(n for x in (q, k, v, out, dout) for n in x.stride()[:3]), *end)
+    _launch("_triton_dq", T, B * H, args, q, H // Hkv, causal, seen is not None)
+    args = (q, k, v, seen, L, dout, delta, dk, dv,
+            *(n for x in (q, k, v, dout) for n in x.stride()[:3]), *end)
+    _launch("_triton_dkv", S, B * Hkv, args, q, H // Hkv, causal, seen is not None)
+    return dq, dk, dv
+
+
+FUSED = {"cpu": (_cpu_forward, _cpu_backward), "triton": (_run_forward, _run_backward)}
 
 
 # ---------------------------------------------------------------------------- one call for all
@@ -558,14 +625,36 @@ def _refusal(impl, normalizer, q, k, causal, mask) -> str | None:
         return None if q.device.type == "cpu" else f"the tensors are on {q.device}"
     if mask is not None and mask.size(1) * mask.size(2) > 1:
         return "a mask that differs by head or by query: only eager and cpu do that"
+    return _triton_refusal(normalizer, q) if impl == "triton" else None
+
+
+def _triton_refusal(normalizer, q) -> str | None:
+    if normalizer == "softmax":
+        return "softmax is SDPA's own"
+    if not TRITON:
+        return "triton is not installed (pip install triton)"
+    if q.device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        return f"the tensors are on {q.device}, the kernels need CUDA"
+    if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return f"the kernels have no {q.dtype}"
+    if q.size(3) > 128:
+        return f"head size {q.size(3)} is above the kernels' 128"
+    if max(q.size(0) * q.size(1), 1) > 65535:
+        return "more than 65535 batch entries times heads"
     return None
+
+
+@functools.cache
+def say_once(line: str) -> None:
+    print(line, flush=True)
 
 
 def _choices(normalizer: str, device_type: str, plain: bool = True) -> tuple[str, ...]:
     """What `auto` tries, best first. plain: no mask, and queries and keys of equal length."""
     if normalizer == "softmax" and (plain or device_type != "cpu"):
         return "sdpa", "eager"
-    return {"cpu": ("cpu", "eager")}.get(device_type, ("sdpa", "eager"))
+    first = {"cpu": ("cpu",), "cuda": ("triton", "sdpa")}.get(device_type, ("sdpa",))
+    return *first, "eager"
 
 
 def attend(q, k, v, normalizer="softmax", causal=True, null_logit=None, mask=None, impl="auto", *,
@@ -596,6 +685,8 @@ def attend(q, k, v, normalizer="softmax", causal=True, null_logit=None, mask=Non
     name = next((name for name, refusal in refusals.items() if refusal is None), None)
     if name is None:
         raise ValueError(f"attend: impl {impl!r}: {refusals[impl]}")
+    if choices[0] == "triton" and name != "triton" and normalizer in WITH_NULL_KEY:
+        say_once(f"softmax1: {refusals['triton']}: {name} instead")
     if name == "eager":
         return _attend_eager(q, k, v, normalizer, causal, null_logit, mask, gamma, zeta, scale)
     if name == "sdpa":
@@ -605,7 +696,9 @@ def attend(q, k, v, normalizer="softmax", causal=True, null_logit=None, mask=Non
 
 def describe(normalizer: str, device_type: str) -> str:
     """One phrase for a run's header: which implementation `attend` picks by itself."""
-    names = {"eager": "eager, quadratic memory", "sdpa": "SDPA", "cpu": "fused flash for CPU"}
+    names = {"eager": "eager, quadratic memory", "sdpa": "SDPA", "cpu": "fused flash for CPU",
+             "triton": "Triton kernels" if TRITON else "SDPA with a zero key (no triton)"}
     if normalizer not in ("softmax", *WITH_NULL_KEY):
         return names["eager"]
-    return names[_choices(normalizer, device_type)[0]]
+    first = _choices(normalizer, device_type)[0]
+    return "SDPA with a zero key" if first == "sdpa" and normalizer != "softmax" else names[first]
