@@ -398,7 +398,9 @@ class Transformer(nn.Module):
         super().__init__()
         c = self.config = config
         self.kinds = ["attn"] * c.n_layer if c.ffn == "none" else ["attn", "ffn"] * c.n_layer
-        self.embed = nn.Embedding(c.vocab_size, c.d_model)
+        # empty: init_weights or a file fills it, and normal_ on the meta device takes seconds
+        self.embed = nn.Embedding.from_pretrained(torch.empty(c.vocab_size, c.d_model),
+                                                  freeze=False)
         if c.pos == "learned":
             self.pos_embed = nn.Embedding(c.block_size, c.d_model)
         self.norms = nn.ModuleList(make_norm(c, kind) for kind in self.kinds)
