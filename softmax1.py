@@ -75,8 +75,8 @@ def softmax1(logits: torch.Tensor, dim: int = -1, null_logit=0.0) -> torch.Tenso
 class _Entmax(torch.autograd.Function):
     """alpha-entmax along the last axis for alpha 2 (sparsemax) and 1.5, exact, by sorting.
 
-    p = relu((alpha - 1) x - tau) ^ (1 / (alpha - 1)), with tau such that p sums to one. The Jacobian
-    is diag(w) - w wᵀ / sum(w) with w = p^(2 - alpha): softmax's own, with w in the place of p.
+    p = relu((alpha - 1) x - tau) ^ (1 / (alpha - 1)), tau such that p sums to one. The Jacobian
+    is diag(w) - w wᵀ / sum(w) with w = p^(2 - alpha): softmax's own with w for p.
     (Martins & Astudillo 2016, arXiv 1602.02068; Peters et al. 2019, arXiv 1905.05702.)
     """
 
@@ -539,7 +539,7 @@ def _launch(kernel: str, length: int, programs: int, args: tuple, q, group, caus
             if block_t == block_s == 16:
                 raise
             _fitted[key] = max(16, block_t // 2), max(16, block_s // 2), warps, 1
-            say_once(f"{kernel}: tiles of {block_t} x {block_s} do not fit this card, using smaller")
+            say_once(f"{kernel}: tiles of {block_t} x {block_s} do not fit this card: halved")
 
 
 def _seen_bytes(seen, q, S):
@@ -702,3 +702,145 @@ def describe(normalizer: str, device_type: str) -> str:
         return names["eager"]
     first = _choices(normalizer, device_type)[0]
     return "SDPA with a zero key" if first == "sdpa" and normalizer != "softmax" else names[first]
+
+
+# ---------------------------------------------------------------------------- the self-check
+
+SHAPES = {"cpu": [((1, 8, 512, 64), torch.float32), ((1, 4, 512, 64), torch.bfloat16),
+                  ((1, 2, 1024, 128), torch.float32)],
+          "cuda": [((8, 16, 2048, 64), torch.bfloat16), ((4, 16, 4096, 128), torch.bfloat16),
+                   ((4, 8, 1000, 80), torch.float16), ((4, 8, 1024, 64), torch.float32)]}
+
+
+def _flex(q, k, v):
+    """The same function from FlexAttention: its log-sum-exp, and a sigmoid."""
+    from torch.nn.attention import flex_attention as flex
+    mask = flex.create_block_mask(lambda b, h, t, j: t >= j, None, None, q.size(2), k.size(2),
+                                  device=q.device)
+    out, lse = _compiled(flex.flex_attention)(q, k, v, block_mask=mask, return_lse=True)
+    return out * torch.sigmoid(lse).unsqueeze(-1).to(out.dtype), torch.sigmoid(-lse)
+
+
+@functools.cache
+def _compiled(f):
+    return torch.compile(f, dynamic=False)
+
+
+def _paths(device: str) -> dict:
+    """Every way to compute Softmax1 on this device, by name."""
+    impls = {"cpu": ("eager", "sdpa", "cpu"), "cuda": ("eager", "sdpa") + ("triton",) * TRITON}
+    paths = {impl: functools.partial(attend, normalizer="softmax1", impl=impl)
+             for impl in impls[device]}
+    return paths | ({"flex": _flex} if device == "cuda" and TRITON else {})
+
+
+def max_relative_error(path, shape=(1, 2, 64, 32), dtype=torch.float32, device="cpu", shift=-4.0):
+    """Worst of out, null, dq, dk, dv against the fp64 reference: max |a - b| / max |b|, where for
+    the null mass each row counts by itself. Logits near `shift`: the null carries much of the mass.
+    """
+    make = torch.Generator().manual_seed(0)
+    q, k, v, g = (torch.randn(shape, generator=make) for _ in range(4))
+    q[..., 0], k[..., 0] = 4, shift / 4 * math.sqrt(shape[-1])  # adds `shift` to every logit
+    g_null = torch.randn(shape[:3], generator=make)
+
+    def run(f, dtype, wide):
+        inputs = [x.to(dtype).to(device, wide).requires_grad_() for x in (q, k, v)]
+        out, null = f(*inputs)
+        cotangents = [g.to(dtype).to(out), g_null.to(null)]
+        return [out, null, *torch.autograd.grad([out, null], inputs, cotangents)]
+    reference = run(functools.partial(attend, normalizer="softmax1", impl="eager"), dtype,
+                    torch.float64)
+    errors = [(a.double() - b).abs() / (b if i == 1 else b.abs().max())
+              for i, (a, b) in enumerate(zip(run(path, dtype, dtype), reference))]
+    return max(e.max().item() for e in errors)
+
+
+def time_ratios(paths: dict, shape, dtype, device="cpu", rounds=5) -> dict:
+    """{path: [forward, forward + backward, the same with a null gradient]}, time over that of plain
+    causal SDPA (softmax, no null), medians over interleaved rounds; None where memory ran out."""
+    q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+    g, g_null = torch.randn_like(q), torch.randn(shape[:3], device=device)
+
+    def once(f, kind):
+        start = time.perf_counter()
+        with torch.set_grad_enabled(kind > 0):
+            out, null = f(q, k, v)
+        if kind:
+            outputs = ([out], [g]) if kind == 1 else ([out, null], [g, g_null.to(null)])
+            torch.autograd.grad(outputs[0], (q, k, v), outputs[1])
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+    seconds = {}
+    for i in range(rounds + 2):  # two to warm up
+        for name, f in {"plain": functools.partial(attend, impl="sdpa"), **paths}.items():
+            for kind in range(2 if name == "plain" else 3):
+                try:
+                    seconds.setdefault((name, kind), []).append(once(f, kind))
+                except torch.cuda.OutOfMemoryError:
+                    seconds[name, kind] = [math.nan] * (rounds + 2)
+    median = {key: statistics.median(times[2:]) for key, times in seconds.items()}
+    return {name: [median[name, kind] / median["plain", min(kind, 1)] for kind in range(3)]
+            for name in paths}
+
+
+def self_check(device: str = "cpu") -> bool:
+    """Print the table; True when every path holds the reference within its dtype's rounding."""
+    where = f"{torch.get_num_threads()} threads"
+    where = torch.cuda.get_device_name() if device == "cuda" else where
+    print(f"Softmax1 on {device} ({where}), torch {torch.__version__}; time / plain causal SDPA\n")
+    print(f"{'(B, H, T, D)':>20} {'dtype':>9} {'path':>7} {'max rel. error':>15}"
+          f" {'forward':>8} {'+ backward':>11} {'+ null grad':>12}")
+    good = True
+    for shape, dtype in SHAPES[device]:
+        paths, small = _paths(device), (1, 2, min(shape[2], 512), shape[3])
+        ratios = time_ratios(paths, shape, dtype, device)
+        for name, path in paths.items():
+            error = max_relative_error(path, small, dtype, device)
+            ok = error < 16 * torch.finfo(dtype).eps
+            good &= ok
+            print(f"{str(shape):>20} {str(dtype)[6:]:>9} {name:>7} {error:>15.1e}"
+                  f" {ratios[name][0]:>8.2f} {ratios[name][1]:>11.2f} {ratios[name][2]:>12.2f}"
+                  + ("" if ok else "   WRONG"))
+    return good
+
+
+def draw(path: str) -> None:
+    """The idea in one picture: where the mass goes as all logits of a row fall together."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    shift = torch.linspace(6, -6, 241)
+    logits = torch.tensor([1.5, 0.5, 0.0, -0.5, -1.5]) + shift[:, None]  # (241, 5)
+    fig, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+    shades = [plt.cm.Blues(x) for x in (0.85, 0.7, 0.55, 0.4, 0.25)]
+    for ax, s, title in zip(axes, (-math.inf, 0.0), ("softmax", "Softmax1")):
+        p = softmax1(logits, null_logit=s)  # (241, 5)
+        areas = [*p.T.numpy(), (1 - p.sum(-1)).clamp(min=0).numpy()]
+        ax.stackplot(shift.numpy(), areas, colors=[*shades, "#e8a33d"], edgecolor="white", lw=0.5)
+        ax.set(title=title, xlabel="mean logit of the row", xlim=(6, -6), ylim=(0, 1))
+    axes[0].set_ylabel("attention mass")
+    axes[0].text(0, 0.5, "five keys share a mass of one,\nhowever little they match",
+                 ha="center", va="center", bbox=dict(fc="white", ec="none", alpha=0.85))
+    axes[1].text(3.4, 0.5, "five keys", ha="center", bbox=dict(fc="white", ec="none", alpha=0.85))
+    axes[1].text(-3.4, 0.6, "null: attend\nto nothing", ha="center")
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    fig.savefig(path + ".tmp", format="png", dpi=150)
+    os.replace(path + ".tmp", path)
+    print(f"\nfigure: {path}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="check every Softmax1 path, draw the idea")
+    parser.add_argument("--device", choices=SHAPES, default="cpu", help="where to run the check")
+    parser.add_argument("--figure", default="figures/softmax1.png", help="where to put the picture")
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: no CUDA device here")
+    good = self_check(args.device)
+    draw(args.figure)
+    raise SystemExit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()
