@@ -476,8 +476,8 @@ class StopRequest:
 
 def try_compile(model: Transformer, batch, machine: Machine):
     """torch.compile, tried on one batch; without a working compiler, one line, then eager."""
-    compiled = torch.compile(model)
     try:
+        compiled = torch.compile(model)
         with machine.autocast():
             compiled(*(t.to(machine.device) for t in batch))
         return compiled
