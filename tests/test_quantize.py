@@ -1,4 +1,6 @@
-"""Grids against closed forms and torch's own; every architecture on a grid, the original untouched."""
+"""Grids against closed forms and torch's own; every architecture on a grid, its original untouched."""
+import dataclasses
+import json
 import math
 import os
 import sys
@@ -13,7 +15,8 @@ from hypothesis import strategies as st
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import quantize as Q  # noqa: E402
-from model import PRESETS, RESIDUALS, Config, Transformer  # noqa: E402
+from eval import evaluate  # noqa: E402
+from model import PRESETS, RESIDUALS, Config, Transformer, save_checkpoint  # noqa: E402
 from quantize import QuantError, asymmetric, fake_quantize, quantize, symmetric  # noqa: E402
 
 TINY = dict(vocab_size=258, n_layer=2, n_head=2, d_model=32, block_size=32, ledger_rank=4)
@@ -71,7 +74,8 @@ def test_error_is_at_most_half_a_step_and_zero_a_level(bits, per, is_symmetric, 
     assert ((y - x).abs() <= step / 2 * (1 + 1e-6)).all()
     assert (y[0, 0, :4] == 0).all()
     assert torch.equal(x, before)
-    assert (fake_quantize(y, bits, per, grid) - y).abs().max() <= 1e-5 * step.max() + 1e-8 * 2 ** bits
+    again = fake_quantize(y, bits, per, grid)
+    assert (again - y).abs().max() <= 1e-5 * step.max() + 1e-8 * 2 ** bits
 
 
 def test_against_the_fake_quantisation_of_torch():
@@ -91,7 +95,8 @@ def test_round_to_nearest_as_ledger_defines_it():
     for bits in (8, 4):
         twin = dict(quantize(model, f"w{bits}").named_parameters())
         qmax = 2 ** (bits - 1) - 1
-        linears = {f"{path}.weight" for path, m in model.named_modules() if isinstance(m, nn.Linear)}
+        linears = {f"{path}.weight" for path, m in model.named_modules()
+                   if isinstance(m, nn.Linear)}
         assert "head.weight" in linears and "residual.sites.1.key.down.weight" in linears
         for name, p in model.named_parameters():
             expected = p
@@ -170,7 +175,8 @@ def test_percentile_and_least_squares_ranges():
 
 
 @pytest.mark.parametrize("call, message", [
-    (lambda: fake_quantize(torch.ones(4), 1), "bits"), (lambda: fake_quantize(torch.ones(4), 17), "bits"),
+    (lambda: fake_quantize(torch.ones(4), 1), "bits"),
+    (lambda: fake_quantize(torch.ones(4), 17), "bits"),
     (lambda: fake_quantize(torch.ones(4), 8, "row"), "per"),
     (lambda: fake_quantize(torch.ones(4), 8, 3), "divide"),
     (lambda: fake_quantize(torch.ones(4), 8, ranges="mean"), "ranges"),
@@ -195,7 +201,7 @@ VARIANTS = {**{name: dict(preset=name) for name in PRESETS},
 
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_every_model_quantises_and_stays_what_it_was(variant):
-    """16 bits are nearly the identity, fewer bits are further away, the original is bit-identical."""
+    """16 bits are nearly the identity, fewer bits lie further away; the original is untouched."""
     model, tokens = tiny(**VARIANTS[variant]), ids(2, 24)
     state = {name: t.clone() for name, t in model.state_dict().items()}
     truth = logits_of(model, tokens)
@@ -215,3 +221,298 @@ def test_every_model_quantises_and_stays_what_it_was(variant):
 
 def test_every_residual_has_a_twin():
     assert set(RESIDUALS.values()) < set(Q.TWINS)
+
+
+@pytest.mark.parametrize("preset", ["vanilla", "ledger", "oasis", "attnres-block", "hc2", "delta"])
+def test_every_site_is_reached_and_does_something(preset):
+    """One site at 2 bits moves the logits; nothing chosen moves nothing; ranges come from data."""
+    model, tokens = tiny(preset, n_layer=1, ledger_gamma=0.5), ids(1, 24)
+    truth = logits_of(model, tokens)
+    names = Q.sites(quantize(model, "w2a2"))
+    assert len(names) == len(set(names))
+    nothing = logits_of(quantize(model, "w2a2", only=set()), tokens)
+    assert (nothing - truth).abs().max() < 2e-5
+    for name in names:
+        moved = (logits_of(quantize(model, "w2a2", only={name}), tokens) - truth).abs().max()
+        if name.endswith("commit:out"):     # one number a token: with a range of its own, exact
+            assert moved < 2e-5
+        else:
+            assert moved > 2e-4, name
+    static = quantize(model, "w4a4-static", tokens)
+    assert all(q.lo <= 0 <= q.hi and q.hi > q.lo for q in Q.quantizers(static).values())
+
+
+def test_sites_are_the_papers():
+    """Roles and places of a nano OASIS: linear inputs and outputs, norms, probabilities, context,
+    the stream, router projections; not the head, not the embedding."""
+    kinds = {Q.kind_of(name) for name in Q.sites(quantize(tiny("oasis"), "w8a8"))}
+    linear = {"wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down"}
+    assert kinds == {f"{name}:{role}" for name in linear for role in ("weight", "in", "out")} | {
+        "norms:out", "final_norm:out", "probs", "context", "residual:sum", "residual:stream"}
+    assert {name.rpartition(":")[2] for name in kinds} <= set(Q.SITES)
+    depth = [name for name in Q.sites(quantize(tiny("oasis"), "w8a8")) if "residual.sites" in name]
+    assert len(depth) == 4 * 2 * 3                  # wq and wk of four routers: weight, in, out
+    assert set(Q.sites(quantize(tiny("oasis"), "w8"))) == {
+        name for name in Q.sites(quantize(tiny("oasis"), "w8a8", head=True)) if "weight" in name}
+
+
+def test_head_and_embedding_only_when_asked():
+    tied, loose = tiny(tied_head=True), tiny()
+    for scheme in Q.SCHEMES:
+        twin = quantize(tied, scheme, ids(2, 16))
+        assert torch.equal(twin.embed.weight, tied.embed.weight)
+        assert torch.equal(twin.head.weight, tied.embed.weight)
+        head = quantize(tied, scheme, ids(2, 16), head=True)
+        assert torch.equal(head.embed.weight, tied.embed.weight)
+        assert not torch.equal(head.head.weight, tied.embed.weight)
+        embed = quantize(tied, scheme, ids(2, 16), embed=True)
+        assert not torch.equal(embed.embed.weight, tied.embed.weight)
+        assert torch.equal(embed.head.weight, tied.embed.weight)
+        assert torch.equal(quantize(loose, scheme, ids(2, 16)).head.weight, loose.head.weight) \
+            == ("a" in scheme)
+
+
+def test_activation_quantisers_of_the_ledger_are_not_passed_by():
+    """The fused update reads weights: had it been used, these sites would do nothing."""
+    model, tokens = tiny("ledger"), ids(2, 24)
+    maps = [name for name in Q.sites(quantize(model, "w8a8")) if "residual.sites" in name
+            and not name.endswith("weight")]
+    assert len(maps) == 4 * (5 * 2 + 1) * 2
+    moved = logits_of(quantize(model, "w2a2", only=set(maps)), tokens)
+    assert (moved - logits_of(model, tokens)).abs().max() > 0.1
+
+
+def test_static_ranges_by_hand():
+    """Running min-max with momentum 0.9, the widest, and percentiles, of a site that is known: the
+    stream after sublayer 0."""
+    model, batches = tiny(), [ids(2, 16, seed=i) for i in range(3)]
+    seen = []
+
+    def record(name, l, x):
+        if l == 0:
+            seen.append(x)
+    record.names = {"stream"}
+    for tokens in batches:
+        with torch.no_grad():
+            model(tokens, record=record)
+    lows, highs = [x.min().item() for x in seen], [x.max().item() for x in seen]
+    ema = lambda v: 0.9 * (0.9 * v[0] + 0.1 * v[1]) + 0.1 * v[2]
+    expected = {"running": (ema(lows), ema(highs)), "minmax": (min(lows), max(highs)),
+                "percentile": tuple(ema([np.percentile(x.numpy().astype(float), share)
+                                         for x in seen]) for share in (0.001, 99.999))}
+    for ranges, (lo, hi) in expected.items():
+        twin = quantize(model, "w8a8-static", batches, ranges=ranges, only={"residual.0:stream"})
+        q = Q.quantizers(twin)["residual.0:stream"]
+        assert (q.lo.item(), q.hi.item()) == pytest.approx((lo, hi), rel=1e-5)
+
+
+def spiked():
+    """A model with a massive activation: one channel of the embedding is 300 for the first id, and
+    the norms are told to look away from it (gain near zero), as trained models do."""
+    model = tiny(d_model=64, head_dim=32)
+    with torch.no_grad():
+        model.embed.weight[0, 5] = 300.0
+        for norm in [*model.norms, model.final_norm]:
+            norm.weight[5] = 1e-3
+    tokens = ids(8, 33, seed=1)
+    tokens[:, 0] = 0
+    return model, tokens
+
+
+def test_a_massive_activation_costs_every_token_that_shares_its_range():
+    """fp <= w8a8 <= w4a4 <= static. With the stream alone on its grid, a range for each token spares
+    the other tokens, and one range for all does not."""
+    model, tokens = spiked()
+    model.head.weight.data *= 4
+    with torch.no_grad():           # targets the model predicts, so that noise can only hurt
+        for t in range(1, 33):
+            tokens[:, t] = model(tokens[:, :t])[0][:, -1].argmax(-1)
+    x = tokens[:, :-1]
+    names = ["w8a8", "w4a4", "w8a8-static", "w4a4-static"]
+    loss = {name: r["delta_loss"] for name, r in Q.measure(model, tokens, names, x).items()}
+    assert -1e-3 <= loss["w8a8"] <= loss["w4a4"] <= loss["w4a4-static"]
+    assert 10 * loss["w8a8"] < loss["w8a8-static"] <= loss["w4a4-static"]
+    truth = logits_of(model, x)[:, 1:]
+    only = {f"residual.{l}:stream" for l in range(4)}
+    error = lambda scheme, **how: (logits_of(quantize(model, scheme, x, only=only, **how), x)[:, 1:]
+                                   - truth).square().mean().sqrt().item() / truth.std().item()
+    assert error("w8a8") < 0.1 < 1 / 3 < error("w8a8-static", ranges="minmax")
+
+
+def test_smoothing_is_the_same_function_with_smaller_outliers():
+    """The identity at 16 bits; with an outlier channel in the norms' outputs, fewer bits gain."""
+    model, tokens = tiny(), ids(4, 24)
+    with torch.no_grad():
+        for norm in model.norms:
+            norm.weight[3] = 60.0
+        for sublayer in model.sublayers:
+            for name in Q.READERS:
+                if hasattr(sublayer, name):
+                    getattr(sublayer, name).weight[:, 3] *= 1 / 60
+    truth = logits_of(model, tokens)
+    error = lambda scheme, **how: (logits_of(quantize(model, scheme, tokens, **how), tokens)
+                                   - truth).square().mean().sqrt().item() / truth.std().item()
+    assert error("w16a16", smooth=0.5) < 2e-3
+    for scheme in ("w8a8", "w4a4", "w8a8-static"):
+        assert error(scheme, smooth=0.5) < 0.5 * error(scheme)
+    s = Q.smoothing(model, [tokens], 0.5)
+    assert torch.equal(s["norms.0"], s["sublayers.0.wv"]) and s["norms.0"].argmax() == 3
+
+
+def test_quantised_copies_generate_as_they_read():
+    """A token's range is its own, so a cache changes nothing but rounding."""
+    model = quantize(tiny(), "w8a8")
+    tokens = ids(1, 6)
+    out = model.generate(tokens, 8, temperature=0)
+    again = tokens
+    for _ in range(8):
+        again = torch.cat([again, logits_of(model, again)[:, -1:].argmax(-1)], 1)
+    assert torch.equal(out, again)
+
+
+def test_half_precision_models():
+    model = tiny("oasis").bfloat16()
+    for scheme in Q.SCHEMES:
+        twin = quantize(model, scheme, ids(2, 16))
+        assert {p.dtype for p in twin.parameters()} == {torch.bfloat16}
+        assert logits_of(twin, ids(2, 16)).dtype == torch.bfloat16
+
+
+# ------------------------------------------------------------------------------------- int8
+
+@pytest.mark.parametrize("smooth", [0.0, 0.5])
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a8-static", "w4a6"])
+def test_integers_equal_the_simulation(scheme, smooth):
+    """In fp64 the two differ by 1e-14; the int8 path does use integers."""
+    model, tokens = tiny(ffn_bias=True).double(), ids(2, 24)
+    twin = quantize(model, scheme, tokens, smooth=smooth)
+    for name, m in Q.linears(twin).items():
+        x = normal(3, 5, m.weight.shape[1], dtype=torch.float64) * 3
+        count = Q.use_integers(twin)
+        assert count == len(Q.linears(twin)) == 14 and m.codes.dtype == torch.int8
+        m.output, kept = nn.Identity(), m.output
+        real = m(x)
+        Q.use_integers(twin, False)
+        fake = m(x)
+        m.output = kept
+        assert (real - fake).abs().max() <= 1e-12 * fake.abs().max(), name
+    Q.use_integers(twin)
+    integer = logits_of(twin, tokens)
+    Q.use_integers(twin, False)
+    assert (integer - logits_of(twin, tokens)).abs().max() < 1e-6
+    assert Q.use_integers(quantize(model, "w8")) == 0
+
+
+def test_size_in_bytes():
+    model = tiny()
+    size = Q.size_in_bytes(model)
+    assert size == 4 * sum(p.numel() for p in model.parameters())
+    linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
+    rows = sum(len(m.weight) for m in model.modules() if isinstance(m, nn.Linear))
+    assert Q.size_in_bytes(quantize(model, "w4")) == size - 4 * linear + linear // 2 + 4 * rows
+    tied = tiny(tied_head=True)
+    assert Q.size_in_bytes(tied) == 4 * sum(p.numel() for p in tied.parameters())
+
+
+# ------------------------------------------------------------------------------------- measures
+
+def test_measure_uses_the_windows_of_evaluate():
+    """16 bits give evaluate's own loss; results are plain numbers under the schemes' names."""
+    model, text = tiny("oasis"), ids(2000)
+    how = dict(T=32, n_sequences=12, batch_size=5, bos_policy="window", bos=257)
+    results = Q.measure(model, text, ["w16a16", "w4a4"], **how)
+    truth = evaluate(model, text, light=True, **how)["val"]["loss"]
+    assert results["w16a16"]["loss"] == pytest.approx(truth, abs=1e-3)
+    for entry in results.values():
+        assert entry["loss"] - entry["delta_loss"] == pytest.approx(truth, abs=1e-9)
+        assert entry["ppl"] == pytest.approx(math.exp(entry["loss"]))
+        assert len(entry["worst"]) == 5
+        assert [dB for _, dB in entry["worst"]] == sorted(dB for _, dB in entry["worst"])
+    assert set(Q.measure(model, text, ["w8"], head=True, embed=True, **how)) == {"w8+head+embed"}
+
+
+def test_noise_is_six_decibels_a_bit():
+    model, tokens = tiny(), ids(2, 24)
+    ratio = {b: Q.noise(quantize(model, f"w{b}a{b}"), tokens) for b in (6, 8)}
+    for name in ("norms.0:out", "sublayers.1.w_up:weight"):
+        assert ratio[8][name] - ratio[6][name] == pytest.approx(12.04, abs=0.8)
+
+
+def test_attribution_finds_the_site():
+    """One linear map whose weights hold an outlier in every row costs more than all the others."""
+    model, tokens = tiny(), ids(6, 33)
+    with torch.no_grad():
+        model.sublayers[1].w_down.weight[:, 0] = 30
+        model.sublayers[1].w_up.weight[0] = 0        # and that column is never used
+    how = dict(T=32, n_sequences=6)
+    change = Q.attribute(model, "w4", tokens, **how)
+    loudest = max(change, key=lambda name: abs(change[name]))
+    assert loudest == "sublayers.1.w_down:weight"
+    kinds = Q.attribute(model, "w4", tokens, by="kind", **how)
+    assert max(kinds, key=lambda name: abs(kinds[name])) == "w_down:weight" and len(kinds) == 8
+    assert list(change.values()) == sorted(change.values(), reverse=True)
+
+
+# ------------------------------------------------------------------------------------- program
+
+@pytest.fixture
+def run(tmp_path):
+    """A run folder and, as its corpus, a text file outside of it."""
+    model, folder = tiny(), tmp_path / "run"
+    folder.mkdir()
+    text = tmp_path / "text.jsonl"
+    lines = (json.dumps({"text": f"{i} squared is {i * i}, as all know. " * 4}) for i in range(300))
+    text.write_text("\n".join(lines) + "\n")
+    save_checkpoint(str(folder / "checkpoint.pt"), {
+        "config": dataclasses.asdict(model.config), "model": model.state_dict(),
+        "run": {"data": str(text), "tokenizer": "bytes", "bos": "window"}})
+    return folder
+
+
+def test_program(run, capsys):
+    (run / "metrics.json").write_text('{"val": {"loss": 1.0}}')
+    code = Q.main([str(run), "--scheme", "w8a8", "w4a4-static", "--attribute", "kind", "--int8",
+                   "--n-sequences", "6", "--smooth", "--batches", "2"])
+    out = capsys.readouterr()
+    assert code == 0, out.err
+    metrics = json.loads((run / "metrics.json").read_text())
+    assert metrics["val"] == {"loss": 1.0}
+    assert set(metrics["quant"]) == {"w8a8+smooth", "w4a4-static+smooth"}
+    entry = metrics["quant"]["w8a8+smooth"]
+    assert {"loss", "ppl", "delta_loss", "bytes", "worst", "attribution"} <= set(entry)
+    for part in (f"{entry['loss']:.4f}", "in int8", "floating point"):
+        assert part in out.out
+    drawn = {"grids", "attribution-w8a8+smooth", "attribution-w4a4-static+smooth"}
+    for name in drawn:
+        assert (run / "figures" / f"quant-{name}.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--scheme", "q8"], "scheme"), (["--scheme", "w99"], "bits"), (["--batches", "0"], "batches"),
+    (["--smooth", "2"], "alpha"), (["--ranges", "running", "--scheme", "w8a8"], "batches"),
+    (["--data", "no-such-corpus"], "no-such-corpus"), (["--device", "nowhere"], "nowhere")])
+def test_bad_input_is_one_line_and_leaves_everything(run, capsys, arguments, message):
+    before = sorted(os.listdir(run))
+    assert Q.main([str(run), "--n-sequences", "2", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and error.startswith("quantize.py: ")
+    assert sorted(os.listdir(run)) == before
+
+
+def test_no_such_run(tmp_path, capsys):
+    assert Q.main([str(tmp_path / "nothing")]) == 2
+    assert "nothing" in capsys.readouterr().err
+
+
+def test_figures_say_what_was_planted():
+    model, tokens = spiked()
+    (calm_label, calm), (label, wild) = Q.spike_pair(model, tokens)
+    assert "taken out" in calm_label and "as it is" in label and wild.max() > 250 > calm.max()
+    (label, calm), (planted_label, wild) = Q.spike_pair(tiny(), ids(2, 24))
+    assert "as it is" in label and "planted" in planted_label
+    assert len(wild) == len(calm) + 1 and wild[-1] == 1000 * calm.abs().median()
+    titles = [ax.get_title() for ax in Q.draw_grids([(label, calm), (planted_label, wild)]).axes]
+    lost = [float(title.split(", ")[-1].split("%")[0]) for title in titles]     # 8, 4; 8, 4 bits
+    assert lost[0] < 5 and lost[2] > 75 and lost[3] > 99
+    sweep = {name: dict(loss=1.0) for name in ("w2", "w4", "w2a2-static", "w4a4-static")}
+    assert len(Q.draw_sweep(sweep, 1.0).axes[0].lines) == 3
