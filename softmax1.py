@@ -26,6 +26,7 @@ import time
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 NORMALIZERS = {
     "softmax": "sums to one, the ordinary choice: null mass 0",
@@ -56,11 +57,17 @@ def _softmax_null(x: torch.Tensor, null_logit, dim: int) -> tuple[torch.Tensor, 
     by the maximum of the row alone would be another function.
     """
     x = x.clamp(max=torch.finfo(x.dtype).max)  # an fp16 logit of 1e6 is +inf, and inf - inf NaN
-    s = torch.as_tensor(null_logit, dtype=x.dtype, device=x.device).clamp(min=UNREACHABLE)
+    s = _tensor(null_logit, x.dtype, x.device)
     m = torch.maximum(x.amax(dim, keepdim=True), s).detach()
     e, e_null = torch.exp(x - m), torch.exp(s - m)
     total = e.sum(dim, keepdim=True) + e_null
     return e / total, e_null / total
+
+
+def _tensor(null_logit, dtype, device) -> torch.Tensor:
+    if not isinstance(null_logit, torch.Tensor):  # filled in place: a copy would wait for the GPU
+        null_logit = torch.full((), null_logit, dtype=dtype, device=device)
+    return null_logit.to(device, dtype).clamp(min=UNREACHABLE)
 
 
 def softmax1(logits: torch.Tensor, dim: int = -1, null_logit=0.0) -> torch.Tensor:
@@ -259,6 +266,7 @@ class _Fused(torch.autograd.Function):
         return out, L
 
     @staticmethod
+    @once_differentiable  # a second derivative is an error, not a wrong number
     def backward(ctx, dout, dL):
         q, k, v, s, seen, out, L = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else _rows(dout)  # (B, H, T, D)
@@ -272,13 +280,10 @@ class _Fused(torch.autograd.Function):
 
 
 def _attend_fused(q, k, v, normalizer, causal, null_logit, mask, scale, backend):
-    if normalizer in WITH_NULL_KEY:
-        s = _null_logits(q, null_logit)  # (H,)
-    else:
-        s = _null_logits(q, UNREACHABLE)  # (H,)
+    null_key = normalizer in WITH_NULL_KEY
+    s = _null_logits(q, null_logit if null_key else UNREACHABLE)  # (H,)
     out, L = _Fused.apply(_rows(q), _rows(k), _rows(v), s, mask, causal, _scale(q, scale), backend)
-    null = torch.exp(s[:, None] - L) if normalizer in WITH_NULL_KEY else torch.zeros_like(L)
-    return out, null  # (B, H, T, D), (B, H, T)
+    return out, torch.exp(s[:, None] - L) if null_key else torch.zeros_like(L)
 
 
 def _rows(x):
@@ -587,8 +592,8 @@ def _scale(q, scale):
 
 def _null_logits(q, null_logit):
     """The null logit of each head, (H,), fp32 (fp64 beside fp64 queries)."""
-    s = torch.as_tensor(0.0 if null_logit is None else null_logit, device=q.device)
-    return s.to(_wide(q[:0]).dtype).clamp(min=UNREACHABLE).expand(q.size(1))  # (H,)
+    s = _tensor(0.0 if null_logit is None else null_logit, _wide(q[:0]).dtype, q.device)
+    return s.expand(q.size(1))  # (H,)
 
 
 def _check(q, k, v, normalizer, null_logit, mask, gamma, zeta):

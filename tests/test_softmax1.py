@@ -280,6 +280,14 @@ def test_rows_without_output_gradient_keep_their_null_gradient():
     torch.testing.assert_close(grads("cpu"), grads("eager"), rtol=1e-5, atol=1e-6)
 
 
+def test_a_second_derivative_is_refused_not_wrong():
+    q, k, v = (x.requires_grad_() for x in tensors((1, 2, 9, 8), (1, 2, 9, 8)))
+    out, _ = attend(q, k, v, "softmax1", impl="cpu")
+    dq, = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError):
+        dq.sum().backward()
+
+
 def test_masks_by_head_and_query_on_the_cpu_path():
     q, k, v = tensors((2, 4, 30, 16), (2, 2, 30, 16))
     mask = torch.rand(2, 4, 30, 30, generator=torch.Generator().manual_seed(3)) > 0.5
