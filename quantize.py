@@ -497,16 +497,19 @@ def quantize(model, scheme: str | Scheme, calibration=None, *, only=None, **fiel
     """A quantised copy of a Transformer; the model itself stays bit-identical.
 
     scheme: see `parse`, which also takes the fields head, embed, ranges, smooth. calibration, for
-    static schemes and smoothing: a sequence of batches of ids (B, T), or one (n, T) tensor. only:
-    quantise these sites alone, a set of names or a test of one (`sites` lists them).
+    static schemes and smoothing: a sequence of batches of ids (B, T), one (n, T) tensor, or an
+    earlier copy, which hands on what it has found. only: quantise these sites alone, a set of names
+    or a test of one (`sites` lists them).
     The copy is a model like any other: eval.evaluate and generate take it.
     Raises QuantError: unknown scheme, no calibration data where it is needed.
     """
     scheme, model = parse(scheme, **fields), evaluation.unwrap(model)
+    earlier = calibration if isinstance(calibration, nn.Module) else None
     batches = calibration.split(8) if torch.is_tensor(calibration) else calibration
-    if (scheme.static or scheme.smooth) and not batches:
+    if (scheme.static or scheme.smooth) and earlier is None and not batches:
         raise QuantError(f"{scheme.name} needs calibration data")
-    smooth = smoothing(model, batches, scheme.smooth) if scheme.smooth else {}
+    smooth = {} if not scheme.smooth else earlier.factors if earlier is not None else \
+        smoothing(model, batches, scheme.smooth)
     twin = copy.deepcopy(model)
     tied = twin.head.weight is twin.embed.weight
     head = not (tied or scheme.act_bits) if scheme.head is None else scheme.head
@@ -523,7 +526,12 @@ def quantize(model, scheme: str | Scheme, calibration=None, *, only=None, **fiel
         for embedding in (m for m in twin.modules() if isinstance(m, nn.Embedding)):
             embedding.weight = nn.Parameter(fake_quantize(embedding.weight, scheme.weight_bits, per,
                                                           symmetric))               # (V, d)
-    if scheme.static:
+    twin.factors = smooth
+    if scheme.static and earlier is not None:
+        found = quantizers(earlier)
+        for name, q in quantizers(twin).items():
+            q.lo, q.hi = found[name].lo, found[name].hi
+    elif scheme.static:
         calibrate(twin, batches)
     return twin
 
@@ -673,12 +681,13 @@ def attribute(model, scheme, tokens, calibration=None, *, by: str = "site", prog
     model = evaluation.unwrap(model)
     windows = evaluation.open_windows(model, tokens, **options)
     truth, groups = loss_of(model, windows), {}
-    for site in sites(quantize(model, scheme, calibration)):
+    calibrated = quantize(model, scheme, calibration)
+    for site in sites(calibrated):
         groups.setdefault(site if by == "site" else kind_of(site), set()).add(site)
     change = {}
     for name, group in tqdm(groups.items(), "attribute", disable=not progress,
                             leave=False):
-        change[name] = loss_of(quantize(model, scheme, calibration, only=group), windows) - truth
+        change[name] = loss_of(quantize(model, scheme, calibrated, only=group), windows) - truth
     return dict(sorted(change.items(), key=lambda item: -item[1]))
 
 
@@ -809,8 +818,8 @@ def draw_grids(panels: list[tuple[str, torch.Tensor]], bits=(8, 4)):
             body, step = x[x.abs() <= edge], grid.scale.item()
             ax.hist(body.numpy(), 121, range=(-edge, edge), color=evaluation.BLUE, log=True,
                     weights=torch.full_like(body, 100 / len(x)).numpy())
-            ax.vlines(levels.numpy(), 0, 1, transform=ax.get_xaxis_transform(), color=evaluation.RED,
-                      lw=0.4 if len(levels) > 40 else 1.2)
+            ax.vlines(levels.numpy(), 0, 1, transform=ax.get_xaxis_transform(),
+                      color=evaluation.RED, lw=0.4 if len(levels) > 40 else 1.2)
             lost = ((x.abs() < step / 2) & (x != 0)).double().mean().item()
             ax.set(xlim=(-edge, edge), title=f"{title}\n{b} bits: step {step:.3g}, {len(levels)} "
                    f"levels in view, {lost:.1%} of values become 0")

@@ -1,4 +1,4 @@
-"""Grids against closed forms and torch's own; every architecture on a grid, its original untouched."""
+"""Grids against closed forms and torch's own; every architecture on one, its original untouched."""
 import dataclasses
 import json
 import math
@@ -226,7 +226,7 @@ def test_every_residual_has_a_twin():
 @pytest.mark.parametrize("preset", ["vanilla", "ledger", "oasis", "attnres-block", "hc2", "delta"])
 def test_every_site_is_reached_and_does_something(preset):
     """One site at 2 bits moves the logits; nothing chosen moves nothing; ranges come from data."""
-    model, tokens = tiny(preset, n_layer=1, ledger_gamma=0.5), ids(1, 24)
+    model, tokens = tiny(preset, n_layer=1, ledger_gamma=0.5, router_init="zero"), ids(1, 24)
     truth = logits_of(model, tokens)
     names = Q.sites(quantize(model, "w2a2"))
     assert len(names) == len(set(names))
@@ -320,7 +320,7 @@ def spiked():
 
 
 def test_a_massive_activation_costs_every_token_that_shares_its_range():
-    """fp <= w8a8 <= w4a4 <= static. With the stream alone on its grid, a range for each token spares
+    """fp <= w8a8 <= w4a4 <= static. With the stream alone on a grid, a range for each token spares
     the other tokens, and one range for all does not."""
     model, tokens = spiked()
     model.head.weight.data *= 4
