@@ -703,6 +703,7 @@ def describe(model, tokens, shown, bos_policy: str, bos) -> dict:
     return {"torch": torch.__version__, "device": str(weight.device),
             "dtype": str(weight.dtype).removeprefix("torch."),
             "config": dataclasses.asdict(model.config), "n_params": model.count_params()["total"],
+            "mflop_per_token": model.flops_per_token() / 1e6,
             "data": source, "data_sha256": tokens.sha256 if is_file else None,
             "tokenizer": tokens.tokenizer if is_file else None,
             "T": T, "n_sequences": n, "bos_policy": policy, "first_ids": shown[0, :8].tolist(),
@@ -897,6 +898,20 @@ def study_table(results: list[dict], columns=COLUMNS) -> str:
             cells.append(cell + (f" ({len(values)})" if 0 < len(values) < len(seeds) else ""))
         rows.append([arm, str(len(seeds)), *cells])
     return markdown(["arm", "seeds"] + [header for header, _, _ in columns], rows)
+
+
+def relative_table(results: list[dict], columns, reference: str) -> str:
+    """Change of each measure against the reference arm's run of the same seed, in percent."""
+    base = {r["seed"]: r["metrics"] for r in results if r["arm"] == reference}
+    changes = []
+    for r in results:
+        pairs = {path: (lookup(r["metrics"], path), lookup(base[r["seed"]], path))
+                 for _, path, _ in columns if r["seed"] in base}
+        flat = {path.replace(".", "/"): 100 * (a / b - 1) for path, (a, b) in pairs.items()
+                if a is not None and b}
+        changes.append({**r, "metrics": flat})
+    return study_table(changes, [(header, path.replace(".", "/"), "+.1f")
+                                 for header, path, _ in columns])
 
 
 # ---------------------------------------------------------------------------------------- figures

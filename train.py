@@ -31,6 +31,7 @@ import torch
 from tqdm import tqdm
 
 import eval as evaluation
+import quantize
 from data import DataError, Windows, get_tokenizer
 from data.prepare import load
 from model import (PRESETS, SIZES, CheckpointError, Config, Transformer, load_checkpoint,
@@ -326,8 +327,8 @@ class Trainer:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
         total = float(total)
         if not math.isfinite(total) or not math.isfinite(float(norm)):
-            raise UsageError(f"loss {total}, gradient norm {float(norm)} at step {step}: lower --lr; "
-                             f"the last checkpoint in {self.out}, if any, is from before")
+            raise UsageError(f"loss {total}, gradient norm {float(norm)} at step {step}: lower "
+                             f"--lr; the last checkpoint in {self.out}, if any, is from before")
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return {"step": step, "loss": total - float(penalty), "penalty": float(penalty), "lr": lr,
@@ -631,7 +632,9 @@ class Study:
     """Arms that differ in their flags alone, the columns of their table, and what a paper says."""
     arms: dict[str, list[str]]
     columns: list[tuple[str, str, str]]      # header, path in metrics.json, format
-    paper: str
+    schemes: list[str]                       # of quantize.py, measured on every run
+    paper: str                               # what its table is to be read beside
+    reference: str = ""                      # arm for the table of relative changes
 
 
 CONTINUOUS = [("first-token mass", "sinks.first_token_mass", ".3f"),
@@ -656,11 +659,33 @@ STUDIES = {
             ("BOS conc., unit rms", "structure.decoded.bos_concentration_unit_rms", ".2f"),
             ("mean c", "structure.commit.mean", ".3f"),
             ("commit entropy", "structure.commit.entropy", ".2f")]
-        + CONTINUOUS + THRESHOLD + SIZE_OF_OUTLIERS,
+        + CONTINUOUS + THRESHOLD + SIZE_OF_OUTLIERS + [
+            ("w8 Δ loss", "quant.w8.delta_loss", "+.4f"),
+            ("w4 Δ loss", "quant.w4.delta_loss", "+.4f")],
+        schemes=["w8", "w4", "w8a8", "w4a4"],
         paper="Ledger (arXiv 2606.20743) reports persistence 0.58 -> 0.96 and BOS concentration "
               "3.36 -> 4.69 from ledger to ledger-HS (very likely at 290M, one seed), at equal "
-              "validation perplexity in all arms."),
+              "validation perplexity and equal 8- and 4-bit behaviour in all arms."),
+    "oasis": Study(
+        arms={name: ["--arch", name] for name in (
+            "attnres-oasis", "oasis-token", "oasis-depth", "oasis-both", "oasis", "oasis-clip",
+            "oasis-gated", "oasis-sparsemax", "oasis-entmax15", "attnres", "attnres-block",
+            "vanilla", "outeffhop")},
+        columns=VAL + SIZE_OF_OUTLIERS + CONTINUOUS + THRESHOLD + [
+            ("token null mass", "null.token_mass", ".3f"),
+            ("depth max weight", "depth.max_weight", ".3f"),
+            ("depth entropy", "depth.entropy", ".2f"), ("depth null", "depth.null_mass", ".3f"),
+            ("W8A8 Δ loss", "quant.w8a8-static.delta_loss", "+.4f"),
+            ("W4A4 Δ loss", "quant.w4a4-static.delta_loss", "+.4f"),
+            ("parameters", "protocol.n_params", ",.0f"),
+            ("MFLOP/token", "protocol.mflop_per_token", ".2f")],
+        schemes=["w8a8-static", "w4a4-static"], reference="attnres-oasis",
+        paper="OASIS (arXiv 2605.17887) against vanilla AttnResidual (attnres-oasis here): max "
+              "infinity norm -9.26 % (v1) or -84.14 % (later version), average kurtosis -2.60 % or "
+              "-96.77 %, W8A8 perplexity -75.85 % or -73.55 %."),
 }
+RELATIVE = SIZE_OF_OUTLIERS + [("W8A8 ppl", "quant.w8a8-static.ppl", ""),
+                               ("W4A4 ppl", "quant.w4a4-static.ppl", "")]
 
 
 def run_study(args) -> int:
@@ -681,8 +706,23 @@ def run_study(args) -> int:
         if failed:
             print(f"failed: {', '.join(failed)}; see train.log in their folders", file=sys.stderr)
             return 1
+    folders = [os.path.join(out, f"{arm}-s{seed}") for arm in arms for seed in range(args.seeds)]
+    for folder in tqdm(folders, "quantize", disable=None, leave=False):
+        measure_quantized(folder, study.schemes)
     report_study(study, arms, args.seeds, out)
     return 0
+
+
+def measure_quantized(folder: str, schemes: list[str]):
+    """The study's quantisation schemes on one run, into its metrics.json, once."""
+    missing = set(schemes) - evaluation.read_metrics(folder).get("quant", {}).keys()
+    if missing:
+        model, run, _ = evaluation.open_run(folder)
+        text = evaluation.text_of(run, None)
+        results = quantize.measure(model, text, sorted(missing), n_sequences=32,
+                                   calibration=quantize.calibration_batches(model, run),
+                                   bos_policy=run["bos"])
+        evaluation.save_metrics(folder, {"quant": results})
 
 
 def report_study(study: Study, arms, seeds: int, out: str):
@@ -690,6 +730,9 @@ def report_study(study: Study, arms, seeds: int, out: str):
     runs = [{"arm": arm, "seed": seed, "metrics": evaluation.read_metrics(
                 os.path.join(out, f"{arm}-s{seed}"))} for arm in arms for seed in range(seeds)]
     table = evaluation.study_table(runs, study.columns)
+    if study.reference in arms:
+        table += f"\nchange against {study.reference}, percent, paired by seed\n\n"
+        table += evaluation.relative_table(runs, RELATIVE, study.reference)
     evaluation.write_text(os.path.join(out, "table.md"), f"{table}\n{study.paper}\n")
     named = [(f"{run['arm']}-s{run['seed']}", run["metrics"]) for run in runs]
     figure = evaluation.compare(named, study.columns, out_dir=out)[2]

@@ -1,0 +1,186 @@
+"""Speed and memory as ratios within one run: no number here is compared with another machine's.
+
+    python tests/bench.py                    # every section, about 10 minutes on 2 cores
+    python tests/bench.py arms depth         # some of them
+
+    plain    the standard transformer against the same shape in torch's own modules and SDPA
+    arms     every architecture against vanilla at nano: training tokens/s, peak memory, FLOPs
+    ledger   Ledger against vanilla at the 160M shape
+    depth    Attention Residuals and the router against the plain residual, 12 blocks, d 384
+    softmax1 attention paths against SDPA (the table of `python softmax1.py`)
+
+Times: rounds in which all contestants take turns, medians; ratios against the first of them.
+Memory: the highest resident size of a process of its own over what it held before the first step.
+"""
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from model import PRESETS, SIZES, Config, Transformer
+
+WIDE = {"n_layer": 6, "n_head": 6, "d_model": 384, "block_size": 256, "vocab_size": 258}
+DEPTH = {"n_layer": 12, "n_head": 6, "d_model": 384, "block_size": 256, "vocab_size": 258}
+SHAPES = {"nano": (SIZES["nano"], 12, 256), "plain": (WIDE, 12, 256), "depth": (DEPTH, 8, 256),
+          "160m": ({**SIZES["160m"], "vocab_size": 50257}, 1, 512)}
+ARMS = list(PRESETS)
+
+
+class TorchBlock(nn.Module):
+    """The standard block in torch's own words: RMSNorm, Linear, SDPA, rotary positions, SwiGLU."""
+
+    def __init__(self, d, n_head, d_ff):
+        super().__init__()
+        self.n_head, self.n1, self.n2 = n_head, nn.RMSNorm(d, 1e-6), nn.RMSNorm(d, 1e-6)
+        self.qkv, self.out = nn.Linear(d, 3 * d, bias=False), nn.Linear(d, d, bias=False)
+        self.gate, self.up = nn.Linear(d, d_ff, bias=False), nn.Linear(d, d_ff, bias=False)
+        self.down = nn.Linear(d_ff, d, bias=False)
+
+    def forward(self, x, cos, sin):
+        q, k, v = (t.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+                   for t in self.qkv(self.n1(x)).chunk(3, -1))                      # (B, H, T, D)
+        turn = lambda t: t * cos + torch.cat((-t.chunk(2, -1)[1], t.chunk(2, -1)[0]), -1) * sin
+        y = F.scaled_dot_product_attention(turn(q), turn(k), v, is_causal=True)     # (B, H, T, D)
+        x = x + self.out(y.transpose(1, 2).flatten(-2))                             # (B, T, d)
+        u = self.n2(x)                                                              # (B, T, d)
+        return x + self.down(F.silu(self.gate(u)) * self.up(u))                     # (B, T, d)
+
+
+class TorchModel(nn.Module):
+    def __init__(self, c: Config):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(c.vocab_size, c.d_model), \
+            nn.Linear(c.d_model, c.vocab_size, bias=False)
+        self.blocks = nn.ModuleList(TorchBlock(c.d_model, c.n_head, c.d_ff)
+                                    for _ in range(c.n_layer))
+        self.norm = nn.RMSNorm(c.d_model, 1e-6)
+        freq = 10000.0 ** -(torch.arange(0, c.head_dim, 2) / c.head_dim)
+        angle = torch.cat([torch.arange(c.block_size)[:, None] * freq] * 2, -1)     # (T, D)
+        self.register_buffer("cos", angle.cos()), self.register_buffer("sin", angle.sin())
+
+    def forward(self, tokens, targets):
+        x, T = self.embed(tokens), tokens.shape[1]                                  # (B, T, d)
+        for block in self.blocks:
+            x = block(x, self.cos[:T], self.sin[:T])                                # (B, T, d)
+        logits = self.head(self.norm(x))                                            # (B, T, V)
+        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def trainer(shape: str, arm: str):
+    """A function that does one training step of an arm at one of SHAPES."""
+    fields, B, T = SHAPES[shape]
+    torch.manual_seed(0)
+    config = Config(**{**fields, **PRESETS.get(arm, {})})
+    model = TorchModel(config) if arm == "torch modules" else Transformer(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    x, y = torch.randint(config.vocab_size, (2, B, T))                              # (B, T)
+
+    def step():
+        model(x, y)[1].backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return step, model, B * T
+
+
+def resident() -> float:
+    """Highest resident size of this process so far, MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def child(shape: str, arm: str):
+    """In a process of its own: peak memory of two training steps over what was there before."""
+    step, _, _ = trainer(shape, arm)
+    gc.collect()
+    before = resident()
+    step(), step()
+    print(json.dumps(resident() - before))
+
+
+def peak_memory(shape: str, arm: str) -> float:
+    out = subprocess.run([sys.executable, __file__, "--child", shape, arm], capture_output=True,
+                         text=True, check=True,
+                         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"})
+    return json.loads(out.stdout.splitlines()[-1])
+
+
+def compare(shape: str, arms: list[str], rounds: int, memory: bool = True):
+    """The table of one section: every arm against the first."""
+    made = {arm: trainer(shape, arm) for arm in arms}
+    times = {arm: [] for arm in arms}
+    for step, _, _ in made.values():
+        step()
+    for _ in range(rounds):
+        for arm, (step, _, _) in made.items():
+            start = time.perf_counter()
+            step()
+            times[arm].append(time.perf_counter() - start)
+    base = statistics.median(times[arms[0]])
+    mib = {arm: peak_memory(shape, arm) for arm in arms} if memory else {}
+    count = lambda m: sum(p.numel() for p in m.parameters())
+    first = made[arms[0]][1]
+    print("| arm | tokens/s | time | peak memory | parameters | FLOPs |\n|:--|--:|--:|--:|--:|--:|")
+    for arm, (_, model, tokens) in made.items():
+        t = statistics.median(times[arm])
+        per_round = [a / b for a, b in zip(times[arm], times[arms[0]])]
+        low, high = min(per_round), max(per_round)
+        print(f"| {arm} | {tokens / t:,.0f} | {t / base:.2f} ({low:.2f} to {high:.2f}) | "
+              + (f"{mib[arm] / mib[arms[0]]:.2f} ({mib[arm]:.0f} MiB)" if memory else "–")
+              + f" | {count(model) / count(first):.3f} | {flops_ratio(model, first)} |", flush=True)
+
+
+def flops_ratio(model, first) -> str:
+    both = isinstance(model, Transformer) and isinstance(first, Transformer)
+    return f"{model.flops_per_token() / first.flops_per_token():.3f}" if both else "–"
+
+
+def section_softmax1():
+    subprocess.run([sys.executable, os.path.join(os.path.dirname(__file__), "..", "softmax1.py")],
+                   check=True)
+
+
+SECTIONS = {
+    "plain": lambda: compare("plain", ["torch modules", "vanilla"], 8),
+    "arms": lambda: compare("nano", ARMS, 6),
+    "ledger": lambda: compare("160m", ["vanilla", "ledger"], 4),
+    "depth": lambda: compare("depth", ["vanilla", "attnres", "attnres-block", "attnres-oasis",
+                                       "oasis"], 5),
+    "softmax1": section_softmax1,
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("sections", nargs="*", help=f"any of {', '.join(SECTIONS)} (default: all)")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        return child(*args.child)
+    unknown = [s for s in args.sections if s not in SECTIONS]
+    if unknown:
+        parser.error(f"no section {', '.join(unknown)}: choose from {', '.join(SECTIONS)}")
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.processor()}"
+          f" {platform.machine()}, python {platform.python_version()}")
+    for name in args.sections or SECTIONS:
+        fields, B, T = SHAPES.get({"arms": "nano", "ledger": "160m"}.get(name, name), ({}, 0, 0))
+        shape = f": d {fields['d_model']}, {fields['n_layer']} blocks, {B} x {T} tokens, forward, " \
+            "backward and AdamW" if fields else ""
+        print(f"\n## {name}{shape}", flush=True)
+        SECTIONS[name]()
+
+
+if __name__ == "__main__":
+    main()
