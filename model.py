@@ -61,7 +61,7 @@ class Config:
     """
     # shape
     vocab_size: int = 258
-    n_layer: int = 4              # transformer blocks: an attention and a feed-forward sublayer each
+    n_layer: int = 4              # transformer blocks: an attention and a feed-forward sublayer
     n_head: int = 2
     n_kv_head: int = 0            # 0: n_head
     head_dim: int = 0             # 0: d_model / n_head

@@ -11,6 +11,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+torch.set_num_threads(1)      # the models of the tests are tiny: a second thread only costs
+
 MARKERS = {"slow": "takes more than a few seconds: run with --slow",
            "gpu": "needs a CUDA device",
            "hf": "needs transformers"}
