@@ -332,7 +332,7 @@ def _cpu_backward(dout, dL, q, k, v, seen, out, L, causal, scale):
     """The kernel forms delta itself, as rowsum(dO * out), and uses `out` for nothing else. So dL is
     folded into out along dO; where a row's dO is zero, it travels in one more column instead."""
     if q.dtype == torch.float16 or q.dtype == torch.bfloat16 and not CPU_HAS_BF16:
-        # five times faster than the half precision backward of a CPU that has no bf16 units
+        # four times faster than the bf16 backward of a CPU that has no bf16 units
         dout, q, k, v, out = (t.float() for t in (dout, q, k, v, out))
     if dL is not None:
         norm2 = dout.square().sum(-1, dtype=L.dtype)  # (B, H, T)
@@ -606,13 +606,16 @@ def _check(q, k, v, normalizer, null_logit, mask, gamma, zeta):
     (B, H, T, D), (_, Hkv, S, _) = q.shape, k.shape
     need(k.shape == v.shape == (B, Hkv, S, D) and Hkv and H % Hkv == 0,
          f"shapes q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit together")
+    need(q.numel() and k.numel(), f"nothing to attend to: q {tuple(q.shape)}, k {tuple(k.shape)}")
     need(q.dtype == k.dtype == v.dtype, f"dtypes differ: q {q.dtype}, k {k.dtype}, v {v.dtype}")
+    need(q.device == k.device == v.device, f"devices differ: {q.device}, {k.device}, {v.device}")
     need(normalizer != "sink" or null_logit is not None, "sink needs its learned null_logit (H,)")
     need(null_logit is None or normalizer in WITH_NULL_KEY, f"{normalizer} has no null_logit")
     if isinstance(null_logit, torch.Tensor):
         need(null_logit.shape in ((), (1,), (H,)), f"null_logit is one number or ({H},) numbers")
     if mask is not None:
         need(mask.dtype == torch.bool, "mask is boolean, True = may be seen")
+        need(mask.device == q.device, f"mask is on {mask.device}, q on {q.device}")
         need(mask.dim() == 4 and all(m in (1, n) for m, n in zip(mask.shape, (B, H, T, S))),
              f"mask {tuple(mask.shape)} does not broadcast to {(B, H, T, S)}")
     need(gamma <= 0 and zeta >= 1, f"clipped needs gamma <= 0 and zeta >= 1: {gamma}, {zeta}")
@@ -802,7 +805,7 @@ def self_check(device: str = "cpu") -> bool:
         ratios = time_ratios(paths, shape, dtype, device)
         for name, path in paths.items():
             error = max_relative_error(path, small, dtype, device)
-            ok = error < 16 * torch.finfo(dtype).eps
+            ok = error < 32 * torch.finfo(dtype).eps
             good &= ok
             print(f"{str(shape):>20} {str(dtype)[6:]:>9} {name:>7} {error:>15.1e}"
                   f" {ratios[name][0]:>8.2f} {ratios[name][1]:>11.2f} {ratios[name][2]:>12.2f}"

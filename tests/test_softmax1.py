@@ -288,6 +288,17 @@ def test_a_second_derivative_is_refused_not_wrong():
         dq.sum().backward()
 
 
+@pytest.mark.parametrize("native", [True, False])
+def test_bf16_backward_with_and_without_bf16_units(monkeypatch, native):
+    monkeypatch.setattr(S, "CPU_HAS_BF16", native)
+    path = functools.partial(attend, normalizer="softmax1", impl="cpu")
+    assert S.max_relative_error(path, (1, 2, 60, 32), torch.bfloat16) < 0.03
+    q, k, v = (x.requires_grad_() for x in tensors((1, 2, 9, 8), (1, 2, 9, 8), torch.bfloat16))
+    got, want = (torch.autograd.grad(attend(q, k, v, "softmax1", impl=impl)[1].sum(), (q, k))
+                 for impl in ("cpu", "eager"))  # dO is zero: the spare column
+    torch.testing.assert_close(got, want, rtol=0.02, atol=2e-3)
+
+
 def test_masks_by_head_and_query_on_the_cpu_path():
     q, k, v = tensors((2, 4, 30, 16), (2, 2, 30, 16))
     mask = torch.rand(2, 4, 30, 30, generator=torch.Generator().manual_seed(3)) > 0.5
@@ -365,6 +376,9 @@ def test_describe_names_what_auto_takes():
     (dict(v=torch.zeros(1, 2, 7, 8)), "do not fit"),
     (dict(k=torch.zeros(1, 2, 8, 4), v=torch.zeros(1, 2, 8, 4)), "do not fit"),
     (dict(v=torch.zeros(1, 2, 8, 8, dtype=torch.bfloat16)), "dtypes differ"),
+    (dict(k=torch.zeros(1, 2, 8, 8, device="meta")), "devices differ"),
+    (dict(mask=torch.ones(1, 1, 1, 8, dtype=torch.bool, device="meta")), "mask is on"),
+    (dict(k=torch.zeros(1, 2, 0, 8), v=torch.zeros(1, 2, 0, 8)), "nothing to attend"),
     (dict(q=torch.zeros(2, 8, 8)), "q, k and v are"),
     (dict(normalizer="clipped", gamma=0.1), "gamma <= 0"),
     (dict(normalizer="entmax15", impl="cpu"), "only eager"),
