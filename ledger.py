@@ -1,9 +1,9 @@
 """Ledger Residuals: a protected answer channel beside the scratch stream (arXiv 2606.20743).
 
 The residual stream has two jobs: it is where sublayers scribble and it is what the head decodes.
-Outliers, so the argument goes, are scratch work left on the page that is handed in. Ledger gives the
-model two pages. Sublayers read and write a scratch stream D; a gate commits D, sublayer by sublayer,
-to an append-only stream C, and only C is decoded. Per sublayer, from D = embedding and C = 0:
+Outliers, so the argument goes, are scratch work left on the page that is handed in. Ledger gives
+the model two pages. Sublayers read and write a scratch stream D; a gate commits D, sublayer by
+sublayer, to an append-only stream C, and only C is decoded. Per sublayer, from D = embedding and C = 0:
 
     u = norm(D + lambda * C)              y = f(u)                            [Ledger 2.2.1]
     b_e = sigmoid(W_e u)                  b_w = sigmoid(W_w u)                [Ledger 2.2.2]
@@ -14,8 +14,8 @@ to an append-only stream C, and only C is decoded. Per sublayer, from D = embedd
     logits = head(norm(C + gamma D)),     loss += sparsity * mean c           [Ledger 2.5]
 
 Erase and write gates are vectors and decoupled, so that the model can be an ordinary pre-norm
-transformer: erase shut, write open, commit shut and gamma = 1 (`vanilla_corner`). With gamma = 0 the
-same function is reached by committing at the last sublayer only (`last_commit_corner`).
+transformer: erase shut, write open, commit shut and gamma = 1 (`vanilla_corner`). With gamma = 0
+the same function is reached by committing at the last sublayer only (`last_commit_corner`).
 
 What to watch for: the head reads norm(C), so scaling all of a token's commit gates by one factor
 changes nothing but the penalty. "Sparse" commits may be small commits (papers call this a gauge);
@@ -82,7 +82,7 @@ class Site(nn.Module):
 
 
 def gates(site: Site, u):
-    """Erase and write gates, erase direction and commit gate. u (B, T, d) -> (B, T, d) x 3, (B, T, 1)."""
+    """Erase and write gates, erase direction, commit gate: (B, T, d) -> (B, T, d) x 3, (B, T, 1)."""
     b_e = site.erase(u).sigmoid()                                                   # (B, T, d)
     b_w = site.write(u).sigmoid()                                                   # (B, T, d)
     k = F.normalize(site.key(u), dim=-1, eps=EPS)                                   # (B, T, d)
@@ -128,8 +128,8 @@ class Weights(NamedTuple):
 
 class FusedUpdate(torch.autograd.Function):
     """`update` with a hand-written backward, about twice as fast and less than half the memory:
-    autograd would keep a dozen (B, T, d) tensors for each sublayer; this keeps u, y and D before and
-    after, and rebuilds gates, direction and write from their maps of r channels.
+    autograd would keep a dozen (B, T, d) tensors for each sublayer; this keeps u, y and D before
+    and after, and rebuilds gates, direction and write from their maps of r channels.
 
     Matrix products run in `low` (autocast's dtype), the streams in their own. No second derivative.
     """
@@ -168,7 +168,7 @@ class FusedUpdate(torch.autograd.Function):
         D, new_D, u, y, c, h_u, h_y, h_p, *weights = ctx.saved_tensors
         low, w = ctx.low, Weights(*(p.to(ctx.low) for p in weights))
         flat = lambda x: x.to(low).flatten(0, -2)                                   # (B T, .)
-        outer = lambda dy, x: flat(dy).T @ flat(x)                                  # weight gradient
+        outer = lambda dy, x: flat(dy).T @ flat(x)           # gradient of a weight (out, in)
         b_e, b_w, k, length, a = FusedUpdate.rebuild(w, u, h_u, h_y, y, low)
         # C = C + c m, m = D' + P D'
         m = F.linear(h_p, w.p_up).to(D.dtype).add_(new_D)                           # (B, T, d)
@@ -213,7 +213,7 @@ def fused_update(site: Site, D, C, u, y):
 
 
 class Ledger(nn.Module):
-    """The residual with two streams. State: D, C (B, T, d), the gates opened so far, the recorder."""
+    """The residual with two streams. State: D, C (B, T, d), the gates opened so far, a recorder."""
 
     def __init__(self, config):
         super().__init__()
@@ -227,7 +227,8 @@ class Ledger(nn.Module):
         return SimpleNamespace(D=x, C=torch.zeros_like(x), opened=[], record=record)
 
     def read(self, state, l: int):
-        return torch.addcmul(state.D, self.sites[l].read_gain.to(state.C.dtype), state.C)  # (B, T, d)
+        gain = self.sites[l].read_gain.to(state.C.dtype)                            # (d,)
+        return torch.addcmul(state.D, gain, state.C)                                # (B, T, d)
 
     def write(self, state, l: int, u, y, null):
         site, before = self.sites[l], state.C
@@ -272,7 +273,7 @@ class Ledger(nn.Module):
         self.pin([SHUT] * len(self.sites), gamma=1.0)
 
     def last_commit_corner(self):
-        """Decode C, committed once, at the last sublayer: C = D, so the same function with gamma 0."""
+        """Decode C, committed once, at the last sublayer: C = D, the same function at gamma 0."""
         self.pin([SHUT] * (len(self.sites) - 1) + [OPEN], gamma=0.0)
 
 
@@ -283,8 +284,8 @@ class HyperConnection2(nn.Module):
 
         h = r . (s_1, s_2)        s_i <- sum_j W_ij s_j + o_i y        decode s_1 + s_2
 
-    Starts at r = o = (1/2, 1/2), W = 1 [Ledger 2.6]. Each stream starts at half the embedding, which
-    is our choice: the model then starts as the standard transformer, up to the norms' epsilon.
+    Starts at r = o = (1/2, 1/2), W = 1 [Ledger 2.6]. Each stream starts at half the embedding,
+    which is our choice: the model then starts as the standard one, up to the norms' epsilon.
     """
 
     def __init__(self, config):
@@ -322,8 +323,8 @@ class Delta(nn.Module):
 
         D <- D + b * (y - k (k.D)),     b = sigmoid(W u)
 
-    The gate starts open, at 0.953 as Ledger's write gate (our choice). Tied, it cannot be an ordinary
-    residual unless k vanishes (`vanilla_corner`), which is why Ledger decouples the two.
+    The gate starts open, at 0.953 as Ledger's write gate (our choice). Tied, it cannot be an
+    ordinary residual unless k vanishes (`vanilla_corner`): this is why Ledger decouples the two.
     """
 
     def __init__(self, config):
@@ -397,7 +398,8 @@ def draw_gates(models: dict, tokens, path: str):
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    titles = {"erase_gate": "erase gate", "write_gate": "write gate", "commit_gate": "commit gate c"}
+    titles = {"erase_gate": "erase gate", "write_gate": "write gate",
+              "commit_gate": "commit gate c"}
     fig, axes = plt.subplots(1, 4, figsize=(13, 3), layout="constrained")
     for marker, (label, model) in zip("osD^", models.items()):
         gate = GateMeans()
@@ -420,8 +422,8 @@ def main():
     import argparse
     import os
     from model import Config, Transformer
-    parser = argparse.ArgumentParser(description="Check Ledger's two exact limits and draw its gates "
-                                     "before and, given a run of train.py, after training.")
+    parser = argparse.ArgumentParser(description="Check Ledger's two exact limits and draw its "
+                                     "gates before and, given a run, after training.")
     parser.add_argument("run", nargs="?", help="run folder or checkpoint of a ledger model")
     parser.add_argument("--figure", default="figures/ledger_gates.png", help="where to draw")
     args = parser.parse_args()

@@ -206,8 +206,8 @@ class KVCache:
 
     def __init__(self, config: Config, batch: int, length: int, device=None, dtype=None):
         shape = (config.n_layer, batch, config.n_kv_head, length, config.head_dim)
-        self.k = torch.empty(shape, device=device, dtype=dtype)                     # (n, B, G, S, D)
-        self.v = torch.empty(shape, device=device, dtype=dtype)                     # (n, B, G, S, D)
+        self.k = torch.empty(shape, device=device, dtype=dtype)                 # (n, B, G, S, D)
+        self.v = torch.empty(shape, device=device, dtype=dtype)                 # (n, B, G, S, D)
         self.length = 0      # tokens held; Transformer.forward advances it
 
     def append(self, i: int, k, v):
@@ -278,7 +278,7 @@ class OutputGate(nn.Module):
         if self.kind == "position":
             return self.table[ctx.positions].sigmoid().unflatten(-1, self.shape)    # (.., T, H, D)
         g = self.map(ctx.x0 if self.kind == "token" else u)                         # (B, T, H*D)
-        return g.sigmoid().unflatten(-1, self.shape)                                # (B, T, H|1, D|1)
+        return g.sigmoid().unflatten(-1, self.shape)                            # (B, T, H|1, D|1)
 
 
 class Attention(nn.Module):
@@ -337,7 +337,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU W_down[silu(W_gate u) * (W_up u)], GELU W_down[gelu(W_up u)], or linear W_down W_up u."""
+    """SwiGLU W_down[silu(W_gate u) * (W_up u)], GELU W_down[gelu(W_up u)], linear W_down W_up u."""
 
     def __init__(self, config: Config, l: int):
         super().__init__()
@@ -514,7 +514,7 @@ class Transformer(nn.Module):
                                  f"{self.config.block_size} learned positions")
             x0 = x0 + self.pos_embed(positions)                                     # (B, T, d)
         elif self.config.pos == "rope":
-            cos, sin = (t.unsqueeze(-3).to(x0.dtype)                                # (.., 1, T, D/2)
+            cos, sin = (t.unsqueeze(-3).to(x0.dtype)                            # (.., 1, T, D/2)
                         for t in rope_table(positions, self.config))
         if wanted(record, "embedding"):
             record("embedding", 0, x0)
@@ -542,7 +542,7 @@ class Transformer(nn.Module):
 
     def flops_per_token(self) -> int:
         """Training FLOPs per token: 6 per weight of a matrix, 12 T d per attention (causal: half).
-        The PaLM paper's estimate (arXiv 2204.02311, appendix B); low-rank gates are in the weights."""
+        The PaLM paper's estimate (arXiv 2204.02311, appendix B); gates count as weights."""
         c = self.config
         weights = sum(p.numel() for n, p in self.named_parameters()
                       if p.ndim >= 2 and not n.startswith(("embed.", "pos_embed.")))

@@ -176,8 +176,8 @@ def main():
           f" {platform.machine()}, python {platform.python_version()}")
     for name in args.sections or SECTIONS:
         fields, B, T = SHAPES.get({"arms": "nano", "ledger": "160m"}.get(name, name), ({}, 0, 0))
-        shape = f": d {fields['d_model']}, {fields['n_layer']} blocks, {B} x {T} tokens, forward, " \
-            "backward and AdamW" if fields else ""
+        shape = f": d {fields['d_model']}, {fields['n_layer']} blocks, {B} x {T} tokens, " \
+            "forward, backward and AdamW" if fields else ""
         print(f"\n## {name}{shape}", flush=True)
         SECTIONS[name]()
 

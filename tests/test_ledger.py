@@ -61,7 +61,8 @@ def test_fused_equals_update_with_gradients(T, std):
         site, inputs = awake_site(std=std), streams(T=T)
         out = entry(site, *inputs)
         g = torch.Generator().manual_seed(5)
-        torch.autograd.backward(out, [torch.randn(o.shape, generator=g, dtype=o.dtype) for o in out])
+        torch.autograd.backward(out, [torch.randn(o.shape, generator=g, dtype=o.dtype)
+                                      for o in out])
         results.append([*out] + [x.grad for x in inputs]
                        + [p.grad for n, p in site.named_parameters() if n != "read_gain"])
     for a, b in zip(*results, strict=True):

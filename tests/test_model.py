@@ -250,7 +250,8 @@ def test_weights_that_do_not_fit_are_named():
     state = model.state_dict()
     state["extra"] = state.pop("head.weight")
     state["embed.weight"] = state["embed.weight"][:, :3]
-    with pytest.raises(CheckpointError, match="missing head.weight.*unexpected extra.*embed.weight"):
+    words = "missing head.weight.*unexpected extra.*embed.weight"
+    with pytest.raises(CheckpointError, match=words):
         load_weights(model, state)
 
 
@@ -351,7 +352,7 @@ def test_dynamic_tanh_and_norm_placement():
 
 @pytest.mark.parametrize("kind", [g for g in GATES if g != "none"])
 def test_gates_open_and_shut(kind):
-    """An open gate changes nothing, a shut one leaves nothing of attention; openings at the start."""
+    """An open gate changes nothing, a shut one leaves nothing of attention; where gates start."""
     model, tokens = Transformer(Config(**TINY, gate=kind)).double(), ids(1, 6)
     seen = {}
     model(tokens, record=lambda n, l, x: seen.__setitem__((n, l), x))

@@ -1,4 +1,4 @@
-"""What README promises exists: its blocks, its presets, its tags, and nothing that it must not say."""
+"""What README promises exists: its blocks, its presets, its tags; and what no file may hold."""
 import ast
 import pathlib
 import re

@@ -88,10 +88,10 @@ def test_arms_see_the_same_batches_and_accumulation_changes_nothing(corpus, tmp_
     recipe = train.Recipe(data=corpus, steps=3, batch_size=4)
     args = train.build_parser().parse_args(["--device", "cpu"])
     machine = train.Machine(torch.device("cpu"), torch.float32)
-    gradients = []
+    shape, gradients = {"n_layer": 1, "d_model": 32, "block_size": 32}, []
     for micro in (0, 2):    # 2 x 2 rows: the average of the micro-batches' gradients
         recipe.micro_batch = micro
-        t = train.Trainer(recipe, {"n_layer": 1, "d_model": 32, "block_size": 32}, "", machine, args)
+        t = train.Trainer(recipe, shape, "", machine, args)
         t.wrapped = t.model
         rows = [t.windows.batch(0, micro=m) for m in range(t.accumulate)]
         t.windows.batch = lambda step, rank, world, m, rows=rows: rows[m]
@@ -100,7 +100,7 @@ def test_arms_see_the_same_batches_and_accumulation_changes_nothing(corpus, tmp_
         t.step(0)
         gradients.append({n: p.grad.clone() for n, p in t.model.named_parameters()})
         assert t.accumulate == (2 if micro else 1)
-    again = train.Trainer(recipe, {"n_layer": 1, "d_model": 32, "block_size": 32}, "", machine, args)
+    again = train.Trainer(recipe, shape, "", machine, args)
     x, y = (torch.cat(parts) for parts in zip(*rows))
     again.model(x, y)[1].backward()
     torch.nn.utils.clip_grad_norm_(again.model.parameters(), recipe.clip)
@@ -115,7 +115,8 @@ def test_distributed_equals_single(corpus, tmp_path):
                "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(ROOT / "train.py"),
                *SMALL, "--data", corpus, "--out", str(tmp_path / "two"), "--steps", "8",
                "--eval-every", "4", "--no-eval", "--arch", "ledger"]
-    out = subprocess.run(command, env=ENV, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    out = subprocess.run(command, env=ENV, cwd=tmp_path, capture_output=True, text=True,
+                         timeout=240)
     assert out.returncode == 0, out.stderr[-2000:]
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     assert not [n for n in two if n.startswith(("module.", "_orig_mod."))]
