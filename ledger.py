@@ -3,7 +3,8 @@
 The residual stream has two jobs: it is where sublayers scribble and it is what the head decodes.
 Outliers, so the argument goes, are scratch work left on the page that is handed in. Ledger gives
 the model two pages. Sublayers read and write a scratch stream D; a gate commits D, sublayer by
-sublayer, to an append-only stream C, and only C is decoded. Per sublayer, from D = embedding and C = 0:
+sublayer, to an append-only stream C, and only C is decoded. For each sublayer, from D = embedding
+and C = 0:
 
     u = norm(D + lambda * C)              y = f(u)                            [Ledger 2.2.1]
     b_e = sigmoid(W_e u)                  b_w = sigmoid(W_w u)                [Ledger 2.2.2]
@@ -82,7 +83,7 @@ class Site(nn.Module):
 
 
 def gates(site: Site, u):
-    """Erase and write gates, erase direction, commit gate: (B, T, d) -> (B, T, d) x 3, (B, T, 1)."""
+    """Erase, write gates, erase direction, commit gate: (B, T, d) -> (B, T, d) x 3, (B, T, 1)."""
     b_e = site.erase(u).sigmoid()                                                   # (B, T, d)
     b_w = site.write(u).sigmoid()                                                   # (B, T, d)
     k = F.normalize(site.key(u), dim=-1, eps=EPS)                                   # (B, T, d)
