@@ -87,20 +87,31 @@ class Gpt2Tokenizer:
 
     name, vocab_size, eot, bos = "gpt2", 50257, 50256, 50256
 
-    def __init__(self):
+    def __init__(self, download: bool = False):
+        folder, need = self.cached()
+        if not download and not all(Path(folder, name).is_file() for name in need):
+            raise DataError(
+                "the gpt2 tokenizer is not on this machine: `python data/prepare.py stdlib "
+                "--tokenizer gpt2 --download` fetches it once; or set TIKTOKEN_CACHE_DIR to a "
+                f"folder holding tiktoken's files {need[0]} and {need[1]}")
         try:
             import tiktoken
             self.bpe = tiktoken.get_encoding("gpt2")
         except ImportError:
             raise DataError("the gpt2 tokenizer needs tiktoken: pip install tiktoken") from None
         except Exception as error:  # a download fails in many ways: requests, OSError, a bad hash
-            base = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
-            need = [hashlib.sha1((base + f).encode()).hexdigest()
-                    for f in ("vocab.bpe", "encoder.json")]
-            raise DataError(
-                "the gpt2 tokenizer is not on this machine and could not be fetched "
-                f"({type(error).__name__}): run it once online, or set TIKTOKEN_CACHE_DIR to a "
-                f"folder holding tiktoken's files {need[0]} and {need[1]}") from None
+            raise DataError("the gpt2 tokenizer could not be read or fetched "
+                            f"({type(error).__name__}); its files belong in {folder}") from None
+
+    @staticmethod
+    def cached() -> tuple[str, list[str]]:
+        """Where tiktoken keeps its downloads, and the names of the two that gpt2 needs: it would
+        fetch what is missing without asking, so we look first."""
+        folder = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR") \
+            or os.path.join(tempfile.gettempdir(), "data-gym-cache")
+        base = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+        return folder, [hashlib.sha1((base + name).encode()).hexdigest()
+                        for name in ("vocab.bpe", "encoder.json")]
 
     def encode(self, text: str) -> np.ndarray:
         """Text -> uint16 ids; '<|endoftext|>' inside a text is text, not the special id."""
@@ -180,11 +191,13 @@ class HfTokenizer:
 
 
 @functools.cache
-def get_tokenizer(name: str):
-    """"bytes", "gpt2" or the path of a tokenizer.json -> tokenizer. Raises DataError."""
+def get_tokenizer(name: str, download: bool = False):
+    """"bytes", "gpt2" or the path of a tokenizer.json -> tokenizer. Raises DataError.
+
+    download: gpt2's vocabulary may be fetched if it is not on this machine."""
     name = str(name)
     if name in ("bytes", "gpt2"):
-        return BytesTokenizer() if name == "bytes" else Gpt2Tokenizer()
+        return BytesTokenizer() if name == "bytes" else Gpt2Tokenizer(download)
     if name.startswith("hf:"):
         raise DataError(f"the tokens were made by the tokenizer.json with sha256 {name[3:]}...: "
                         "give its path as --tokenizer")

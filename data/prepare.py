@@ -369,11 +369,11 @@ def _open_split(path: Path, split: str, tokenizer: str | None) -> TokenFile:
 
 def prepare(args) -> dict[str, Path]:
     """Do what the command line asks. Returns {split: path}; raises DataError."""
-    tok = get_tokenizer(args.tokenizer)
+    tok = get_tokenizer(args.tokenizer, args.download)
     folder = Path(args.out) if args.out else writable_folder()
     budget = args.tokens or BUDGET.get(args.corpus)
     if args.corpus not in HUB:
-        if args.download or args.from_file:
+        if args.from_file or args.download and args.tokenizer != "gpt2":
             raise DataError("--download and --from-file go with: " + ", ".join(HUB))
         return build_local(args.corpus, tok, folder, args.val_fraction, budget)
     if not args.download and not args.from_file:
@@ -447,7 +447,7 @@ Offline unless --download is given. Interrupted? The same command continues wher
                       "%(default)s): of documents by hash, or the tail of a text file")
     where = p.add_argument_group("where from, where to")
     where.add_argument("--download", action="store_true", help="fetch the data set from the "
-                       "Hugging Face hub, streamed (pip install datasets)")
+                       "Hugging Face hub, streamed (pip install datasets), and gpt2's vocabulary")
     where.add_argument("--from-file", nargs="+", metavar="FILE", help="take the data set from "
                        "files at hand: train, valid and test in this order or named so")
     where.add_argument("--out", metavar="DIR", help="folder of the token files (default "
