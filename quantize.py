@@ -202,7 +202,7 @@ SITES = {     # role -> where. A site's name is "place:role", as in "sublayers.0
     "committed": "Ledger: C after each entry",
 }
 # In floating point: attention scores and both softmaxes, gates' sigmoids, recency bias, beta. The
-# paper's code also puts the scores (before softmax) on a grid; here no tensor holds them.
+# paper's code also puts the scores (before softmax) on a grid; `attention_probs` keeps them inside.
 
 
 @dataclass(frozen=True)
@@ -255,8 +255,9 @@ def parse(name: str | Scheme, **fields) -> Scheme:
 class Quantizer(nn.Module):
     """One site: activations in, activations on an asymmetric grid out.
 
-    Dynamic: every token has its own range. Static: one range, of the values seen while `watching`,
-    when x passes through untouched: ranges describe the model, not the errors of other sites.
+    Dynamic: every token has its own range; one number a token (a gate) is then exact. Static: one
+    range, of the values seen while `watching`, when x passes through untouched: it describes the
+    model, not the errors of other sites.
     """
 
     def __init__(self, name: str, scheme: Scheme, smooth=None):
@@ -821,8 +822,8 @@ def draw_grids(panels: list[tuple[str, torch.Tensor]], bits=(8, 4)):
             ax.vlines(levels.numpy(), 0, 1, transform=ax.get_xaxis_transform(),
                       color=evaluation.RED, lw=0.4 if len(levels) > 40 else 1.2)
             lost = ((x.abs() < step / 2) & (x != 0)).double().mean().item()
-            ax.set(xlim=(-edge, edge), title=f"{title}\n{b} bits: step {step:.3g}, {len(levels)} "
-                   f"levels in view, {lost:.1%} of values become 0")
+            ax.set(xlim=(-edge, edge), title=f"{title}\n{b} bits: step {step:.3g}, levels in "
+                   f"view: {len(levels)}, {lost:.1%} of values become 0")
             ax.title.set_fontsize(9)
         axes[i * len(bits)].set_ylabel("% of values (log)")
     for ax in axes[-len(bits):]:
@@ -851,11 +852,11 @@ def draw_sweep(results: dict, truth: float):
         s = parse(name.partition("+")[0])
         if s.act_bits in (0, s.weight_bits):
             family = "weights only" if not s.act_bits else \
-                "and activations, " + ("static" if s.static else "per token")
+                "weights and activations, " + ("static" if s.static else "per token")
             lines.setdefault(family, []).append((s.weight_bits, entry["loss"]))
     fig, (ax,) = evaluation.new_figure(6, 4)
     for (family, points), color, marker in zip(
-            lines.items(), (evaluation.BLUE, "#009E73", evaluation.RED), "os^"):
+            sorted(lines.items()), (evaluation.RED, evaluation.BLUE, "#009E73"), "^os"):
         ax.plot(*zip(*sorted(points)), marker=marker, color=color, label=family)
     ax.axhline(truth, color="black", ls="--", lw=1, label="floating point")
     ax.set(xlabel="bits", ylabel="loss, nats per token", title="What rounding costs")

@@ -416,12 +416,16 @@ def test_size_in_bytes():
 
 # ------------------------------------------------------------------------------------- measures
 
-def test_measure_uses_the_windows_of_evaluate():
-    """16 bits give evaluate's own loss; results are plain numbers under the schemes' names."""
-    model, text = tiny("oasis"), ids(2000)
+@pytest.mark.parametrize("preset", ["oasis", "ledger"])
+def test_measure_uses_the_windows_of_evaluate(preset):
+    """16 bits give evaluate's own loss; a copy can itself be evaluated, records and all."""
+    model, text = tiny(preset), ids(2000)
     how = dict(T=32, n_sequences=12, batch_size=5, bos_policy="window", bos=257)
     results = Q.measure(model, text, ["w16a16", "w4a4"], **how)
     truth = evaluate(model, text, light=True, **how)["val"]["loss"]
+    whole = evaluate(quantize(model, "w4a4"), text, **how)
+    assert whole["val"]["loss"] == pytest.approx(results["w4a4"]["loss"], abs=1e-9)
+    assert whole["massive"]["max"] > 0 and len(whole["outliers"]["per_layer"]) == 4
     assert results["w16a16"]["loss"] == pytest.approx(truth, abs=1e-3)
     for entry in results.values():
         assert entry["loss"] - entry["delta_loss"] == pytest.approx(truth, abs=1e-9)
