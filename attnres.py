@@ -19,7 +19,7 @@ A branch with much of it is asked less:   g_i <- g_i - beta (psi_i - mean psi), 
 Gradients flow through psi into the queries and keys of the layer that left the mass unspent.
 
 Read first: `attnres_reference` and `router_reference`, the two papers in ten lines each. The two
-classes compute the same without ever stacking the sources.
+classes compute the same without ever stacking the sources, from `weighted_sum` and `products`.
 
 Legend: B batch, T tokens, d model width, a router width, L sublayers, n sources.
 """
@@ -127,17 +127,52 @@ def two_phase_reference(blocks: list, partials: list, w, eps: float = 1e-6) -> l
 
 # --------------------------------------------------------------------------------------- the parts
 
-def mix(weights, sources: list):
-    """sum_i weights_i sources_i, a running sum over the list.
-
-    weights (B, T, n), sources n x (B, T, d) -> (B, T, d). The sum runs in the weights' fp32 and is
-    cast to the embedding's dtype at its end.
-    """
-    w = weights.unsqueeze(-2).unbind(-1)                                            # n x (B, T, 1)
+def weighted_sum(w, sources):
+    """sum_i w_i v_i, one running sum: (B, T, n), n x (B, T, d) -> (B, T, d)."""
+    w = w.movedim(-1, 0).unsqueeze(-1).contiguous()                                 # (n, B, T, 1)
     h = w[0] * sources[0]                                                           # (B, T, d)
     for w_i, v_i in zip(w[1:], sources[1:]):
-        h = h + w_i * v_i       # not addcmul: its backward takes twice as long     # (B, T, d)
-    return h.to(sources[0].dtype)                                                   # (B, T, d)
+        h.addcmul_(w_i, v_i)                                                        # (B, T, d)
+    return h
+
+
+def products(q, sources):
+    """q . v_i for every i: (B, T, d), n x (B, T, d) -> (B, T, n)."""
+    return torch.stack([(q * v).sum(-1) for v in sources], -1)                      # (B, T, n)
+
+
+class Mix(torch.autograd.Function):
+    """weighted_sum with its gradient: products for the weights, an outer product for the sources.
+    Autograd would get there too, but through n intermediate sums where one will do."""
+
+    @staticmethod
+    def forward(ctx, w, *sources):
+        ctx.save_for_backward(w, *sources)          # references: no source is copied
+        return weighted_sum(w, sources)                                             # (B, T, d)
+
+    @staticmethod
+    def backward(ctx, dh):
+        w, *sources = ctx.saved_tensors
+        return products(dh, sources), *(dh * w_i for w_i in w.unsqueeze(-2).unbind(-1))
+
+
+class Score(torch.autograd.Function):
+    """products with its gradient: the weighted sum, because each is the other's transpose."""
+
+    @staticmethod
+    def forward(ctx, q, *sources):
+        ctx.save_for_backward(q, *sources)
+        return products(q, sources)                                                 # (B, T, n)
+
+    @staticmethod
+    def backward(ctx, dg):
+        q, *sources = ctx.saved_tensors
+        return weighted_sum(dg, sources), *(q * g_i for g_i in dg.unsqueeze(-2).unbind(-1))
+
+
+def mix(weights, sources: list):
+    """What is read: fp32 weights (B, T, n), n x (B, T, d) -> (B, T, d) in the embedding's dtype."""
+    return Mix.apply(weights, *sources).to(sources[0].dtype)                        # (B, T, d)
 
 
 def couple(g, psi: list, b):
@@ -333,7 +368,7 @@ class OasisRouter(nn.Module):
         site, c = self.sites[l], self.config
         q = site.wq(candidates[-1])                                                 # (B, T, a)
         q = F.linear(q, site.wk.weight.T) / math.sqrt(site.a)                       # (B, T, d)
-        g = torch.stack([(q * s).sum(-1) for s in candidates], -1)                  # (B, T, n)
+        g = Score.apply(wide(q), *candidates)                                       # (B, T, n)
         g = g + site.bias(len(candidates))                                          # (B, T, n)
         if site.b is not None:
             g, beta = couple(g, psi, site.b)                                        # (B, T, n)

@@ -4,7 +4,7 @@
     python tests/bench.py arms depth         # some of them
 
     plain    the standard transformer against the same shape in torch's own modules and SDPA
-    arms     every architecture against vanilla at nano: training tokens/s, peak memory, FLOPs
+    arms     architectures against vanilla at nano: training tokens/s, peak memory, FLOPs
     ledger   Ledger against vanilla at the 160M shape
     depth    Attention Residuals and the router against the plain residual, 12 blocks, d 384
     softmax1 attention paths against SDPA (the table of `python softmax1.py`)
@@ -36,8 +36,9 @@ from model import PRESETS, SIZES, Config, Transformer
 WIDE = {"n_layer": 6, "n_head": 6, "d_model": 384, "block_size": 256, "vocab_size": 258}
 DEPTH = {"n_layer": 12, "n_head": 6, "d_model": 384, "block_size": 256, "vocab_size": 258}
 SHAPES = {"nano": (SIZES["nano"], 12, 256), "plain": (WIDE, 12, 256), "depth": (DEPTH, 8, 256),
-          "160m": ({**SIZES["160m"], "vocab_size": 50257}, 1, 512)}
-ARMS = list(PRESETS)
+          "160m": ({**SIZES["160m"], "vocab_size": 50257}, 1, 256)}
+ARMS = ["vanilla", "suppress", "ledger", "hc2", "delta", "outeffhop", "sink", "clip", "gated",
+        "attnres", "attnres-block", "attnres-oasis", "oasis"]
 
 
 class TorchBlock(nn.Module):
@@ -155,7 +156,7 @@ def section_softmax1():
 SECTIONS = {
     "plain": lambda: compare("plain", ["torch modules", "vanilla"], 8),
     "arms": lambda: compare("nano", ARMS, 6),
-    "ledger": lambda: compare("160m", ["vanilla", "ledger"], 4),
+    "ledger": lambda: compare("160m", ["vanilla", "ledger"], 3),
     "depth": lambda: compare("depth", ["vanilla", "attnres", "attnres-block", "attnres-oasis",
                                        "oasis"], 5),
     "softmax1": section_softmax1,

@@ -468,11 +468,18 @@ def test_generation_with_a_cache_equals_the_full_forward(preset, fields):
 @pytest.mark.parametrize("preset", ("attnres-block", "oasis"))
 def test_autocast_and_bf16(preset):
     m = Transformer(config(preset))
-    with torch.no_grad():
-        exact = m(tokens())[0]
-        with torch.autocast("cpu", torch.bfloat16):
-            mixed = m(tokens())[0]
-        low = m.bfloat16()(tokens())[0]
+    stir(m.residual, scale=0.02)
+    exact, loss = m(tokens(), tokens(1))
+    gradients = torch.autograd.grad(loss, list(m.parameters()))
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed, loss = m(tokens(), tokens(1))
+    rough = torch.autograd.grad(loss, list(m.parameters()))
+    for x, y in zip(rough, gradients):
+        assert x.dtype == y.dtype == torch.float32
+    a, b = (torch.cat([x.flatten() for x in g]) for g in (rough, gradients))
+    assert (a - b).norm() < 0.05 * b.norm()
+    low, loss = m.bfloat16()(tokens(), tokens(1))
+    loss.backward()
     for logits in (mixed, low):
         assert logits.dtype == torch.bfloat16
         assert (logits.float() - exact).abs().max() < 0.05 * exact.abs().max()

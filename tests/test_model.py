@@ -367,3 +367,22 @@ def test_gates_open_and_shut(kind):
         truth = plain.sublayers[0](plain.norms[0](plain.embed(tokens)),
                                    plain.context(tokens, None, None, None))[0]
         assert torch.allclose(out, size * truth, atol=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["vanilla", "ledger", "attnres", "oasis", "sink"])
+def test_compiled_equals_eager(arch):
+    """Loss and gradients of the compiled model; its state loads into a plain one."""
+    torch._dynamo.reset()
+    model, x, y = build(**PRESETS[arch]).float(), ids(2, 12), ids(2, 12, seed=1)
+    model(x, y)[1].backward()
+    truth = {n: p.grad.clone() for n, p in model.named_parameters()}
+    loss = model(x, y)[1]
+    model.zero_grad(set_to_none=True)
+    compiled = torch.compile(model)
+    again = compiled(x, y)[1]
+    again.backward()
+    assert again.item() == pytest.approx(loss.item(), rel=1e-5)
+    for name, p in model.named_parameters():
+        assert torch.allclose(p.grad, truth[name], rtol=1e-3, atol=1e-5), name
+    load_weights(Transformer(model.config), clean_state_dict(compiled.state_dict()))
