@@ -18,6 +18,7 @@ from __future__ import annotations  # the kernels' parameters may say tl before 
 
 import argparse
 import functools
+import inspect
 import importlib.util
 import math
 import os
@@ -232,7 +233,8 @@ def _attend_sdpa(q, k, v, normalizer, causal, null_logit, mask, scale):
 def _fused_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, s: torch.Tensor,
                    seen: torch.Tensor | None, causal: bool, scale: float,
                    backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """-> out (B, H, T, D), L (B, H, T)."""
+    """-> out (B, H, T, D), L (B, H, T). Strides as the kernel left them: the CPU's writes
+    (B, T, H, D), in which the model's next step, merging the heads, is free."""
     return FUSED[backend][0](q, k, v, s, seen, causal, scale)
 
 
@@ -240,17 +242,26 @@ def _fused_backward(dout: torch.Tensor, dL: torch.Tensor | None, q: torch.Tensor
                     v: torch.Tensor, seen: torch.Tensor | None, out: torch.Tensor, L: torch.Tensor,
                     causal: bool, scale: float,
                     backend: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """-> dq, dk, dv, contiguous, in the dtype of q."""
+    """-> dq, dk, dv in the dtype of q, strides as the kernel left them."""
     grads = FUSED[backend][1](dout, dL, q, k, v, seen, out, L, causal, scale)
-    return tuple(g.to(q.dtype).contiguous() for g in grads)
+    return tuple(g.to(q.dtype) for g in grads)
 
 
-# For torch.compile the two are sealed boxes of known shapes; eager calls skip the box's 0.1 ms.
-_forward_box = torch.library.custom_op("softmax1::forward", _fused_forward, mutates_args=())
-_backward_box = torch.library.custom_op("softmax1::backward", _fused_backward, mutates_args=())
-_forward_box.register_fake(lambda q, k, v, s, *_: (q.new_empty(q.shape), s.new_empty(q.shape[:3])))
-_backward_box.register_fake(lambda dout, dL, q, k, v, *_: tuple(t.new_empty(t.shape)
-                                                                for t in (q, k, v)))
+def _box(name: str, function, fake):
+    """A sealed box for torch.compile, which must know shapes and strides: contiguous ones."""
+    @functools.wraps(function)
+    def contiguous(*args):
+        return tuple(t.contiguous() for t in function(*args))
+    contiguous.__signature__ = inspect.signature(function, eval_str=True)
+    op = torch.library.custom_op(name, contiguous, mutates_args=())
+    op.register_fake(fake)
+    return op
+
+
+_forward_box = _box("softmax1::forward", _fused_forward, lambda q, k, v, s, *_: (
+    q.new_empty(q.shape), s.new_empty(q.shape[:3])))
+_backward_box = _box("softmax1::backward", _fused_backward, lambda dout, dL, q, k, v, *_: tuple(
+    t.new_empty(t.shape) for t in (q, k, v)))
 
 
 class _Fused(torch.autograd.Function):
@@ -325,7 +336,7 @@ def _cpu_forward(q, k, v, s, seen, causal, scale):
         lses.append(lse)
     L = functools.reduce(torch.logaddexp, lses, s[:, None]).contiguous()  # (B, H, T)
     parts = [out.mul_(torch.exp(lse - L).unsqueeze(-1)) for out, lse in zip(outs, lses)]
-    return functools.reduce(torch.add, parts).contiguous(), L  # (B, H, T, D), (B, H, T)
+    return functools.reduce(torch.add, parts), L  # (B, H, T, D), (B, H, T)
 
 
 def _cpu_backward(dout, dL, q, k, v, seen, out, L, causal, scale):
@@ -350,6 +361,8 @@ def _cpu_backward(dout, dL, q, k, v, seen, out, L, causal, scale):
             dout, q, k[:, :, keys], v[:, :, keys], out, L, 0.0, triangle, scale=scale,
             attn_mask=None if bias is None else bias[..., keys]))
     dq, dk, dv = zip(*parts)
+    if len(parts) == 1:  # the usual case: nothing to join, nothing to copy
+        return parts[0]
     return functools.reduce(torch.add, dq), torch.cat(dk, 2), torch.cat(dv, 2)
 
 
