@@ -676,7 +676,7 @@ def run_passes(model, windows, probes, batch_size: int, progress: bool = False):
     short = Fan(*(probe for probe in probes if hasattr(probe, "short")))
     device, shown, nll, count = model.embed.weight.device, [], 0.0, 0
     batches = -(-len(windows) // batch_size)
-    for x, y in tqdm(windows, "evaluate", batches, disable=not progress, leave=False):
+    for x, y in tqdm(windows, "evaluate", batches, disable=None if progress else True, leave=False):
         shown.append(x)
         x, y = x.to(device), y.to(device)                                           # (B, T)
         nll += summed_nll(model(x, record=whole)[0], y)

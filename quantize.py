@@ -655,7 +655,7 @@ def measure(model, tokens, schemes=SCHEMES, calibration=None, *, worst: int = 5,
     model = evaluation.unwrap(model)
     windows = evaluation.open_windows(model, tokens, **options)
     truth, results = loss_of(model, windows), {}
-    for name in tqdm(schemes, "quantize", disable=not progress, leave=False):
+    for name in tqdm(schemes, "quantize", disable=None if progress else True, leave=False):
         scheme = parse(name, head=head, embed=embed, ranges=ranges, smooth=smooth)
         twin = quantize(model, scheme, calibration)
         loss = loss_of(twin, windows)
@@ -686,7 +686,7 @@ def attribute(model, scheme, tokens, calibration=None, *, by: str = "site", prog
     for site in sites(calibrated):
         groups.setdefault(site if by == "site" else kind_of(site), set()).add(site)
     change = {}
-    for name, group in tqdm(groups.items(), "attribute", disable=not progress,
+    for name, group in tqdm(groups.items(), "attribute", disable=None if progress else True,
                             leave=False):
         change[name] = loss_of(quantize(model, scheme, calibrated, only=group), windows) - truth
     return dict(sorted(change.items(), key=lambda item: -item[1]))

@@ -372,6 +372,9 @@ class Trainer:
                 bar.set_postfix(loss=f"{row['loss']:.3f}", tok_s=f"{rate:,.0f}", refresh=False)
                 if log:
                     log.write({**row, "tokens": tokens * done})
+                    if done == self.begin + 5 < end:
+                        minutes = tokens * (end - done) / rate / 60
+                        tqdm.write(f"  about {minutes:.1f} minutes to step {end}, then evaluation")
                     if done % r.eval_every == 0 or done == end or stop.asked:
                         self.save(done)      # before evaluating: a run killed there resumes here
                         log.write({"step": step, "val_loss": self.validate()})
