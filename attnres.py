@@ -271,6 +271,7 @@ class AttnRes(nn.Module):
         return mix(w, sources)                                                      # (B, T, d)
 
     def write(self, state, l: int, u, y, null):
+        """Sum y to its block; a full block becomes a source of its own. [AttnRes 4.2]"""
         psi = null.detach() if self.config.coupling_detach else null                # (B, T)
         if self.config.ffn == "none" or l % 2 == 0:
             tell(state.record, "psi", l, lambda: psi)
