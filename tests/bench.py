@@ -7,7 +7,7 @@
     arms     architectures against vanilla at nano: training tokens/s, peak memory, FLOPs
     ledger   Ledger against vanilla at the 160M shape
     depth    Attention Residuals and the router against the plain residual, 12 blocks, d 384
-    softmax1 attention paths against SDPA (the table of `python softmax1.py`)
+    softmax1 the fused Softmax1 path against plain causal SDPA
 
 Times: rounds in which all contestants take turns, medians; ratios against the first of them.
 Memory: the highest resident size of a process of its own over what it held before the first step.
@@ -15,6 +15,7 @@ Memory: the highest resident size of a process of its own over what it held befo
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import os
@@ -30,6 +31,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import softmax1
 from model import PRESETS, SIZES, Config, Transformer
 
 WIDE = {"n_layer": 6, "n_head": 6, "d_model": 384, "block_size": 256, "vocab_size": 258}
@@ -149,9 +151,20 @@ def flops_ratio(model, first) -> str:
     return f"{model.flops_per_token() / first.flops_per_token():.3f}" if both else "–"
 
 
-def section_softmax1():
-    subprocess.run([sys.executable, os.path.join(os.path.dirname(__file__), "..", "softmax1.py")],
-                   check=True)
+def section_softmax1(rounds: int = 7):
+    """Softmax1's fused path on this device over plain causal SDPA, at shapes of real models."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    fused = functools.partial(softmax1.attend, normalizer="softmax1",
+                              impl="triton" if device == "cuda" else "cpu")
+    large = [(8, 16, 2048, 64), (4, 16, 4096, 128)]
+    small = [(4, 8, 512, 64), (1, 12, 1024, 64), (1, 16, 2048, 128)]
+    print("| (B, H, T, D) | dtype | forward | forward + backward | with a null gradient |\n"
+          "|:--|:--|--:|--:|--:|")
+    for dtype in (torch.bfloat16,) if device == "cuda" else (torch.float32, torch.bfloat16):
+        for shape in large if device == "cuda" else small:
+            ratios = softmax1.time_ratios({"": fused}, shape, dtype, device, rounds)[""]
+            print(f"| {shape} | {str(dtype)[6:]} | "
+                  + " | ".join(f"{r:.2f}" for r in ratios) + " |", flush=True)
 
 
 SECTIONS = {
