@@ -410,10 +410,11 @@ def draw_gates(models: dict, tokens, path: str):
         c = rows["commit gate c"]
         rows["share of the commits, c / sum c"] = [x / sum(c) for x in c]
         for ax, (title, values) in zip(axes, rows.items()):
-            ax.plot(range(1, len(values) + 1), values, marker=marker, label=label)
-            ax.set(title=title, xlabel="sublayer", ylim=(0, None))
+            ax.plot(range(len(values)), values, marker=marker, label=label)
+            ax.set(title=title, xlabel="sublayer (even: attention, odd: FFN)")
     for ax in axes[:3]:
         ax.set_ylim(-0.03, 1.03)
+    axes[3].set_ylim(0, None)
     axes[0].legend()
     fig.savefig(path, dpi=130)
     plt.close(fig)
