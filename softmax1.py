@@ -531,7 +531,8 @@ def _blocks(kernel: str, block_d: int, itemsize: int) -> tuple[int, int, int, in
     (consumer cards) and spill no register, on sm_80 and on sm_90. The tests compile them all."""
     narrow = block_d <= 64
     if itemsize == 4:
-        return (32, 32, 4, 1) if narrow else (16, 16, 4, 1)
+        warps = 8 if kernel == "_triton_dkv" else 4
+        return (32, 32, warps, 1) if narrow else (16, 16, warps, 1)
     return {"_triton_forward": (128, 64, 8, 3 if narrow else 2),
             "_triton_dq": (64, 64, 4 if narrow else 8, 2),
             "_triton_dkv": (32, 128 if narrow else 64, 8, 2)}[kernel]
