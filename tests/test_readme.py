@@ -1,12 +1,16 @@
 """What README promises exists: its blocks, its presets, its tags; and what no file may hold."""
 import ast
+import json
+import os
 import pathlib
 import re
 import subprocess
+import sys
 
 import pytest
+import torch
 
-from model import PRESETS, SIZES
+from model import PRESETS, SIZES, Config, Transformer
 from train import STUDIES, build_parser
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -48,8 +52,9 @@ def test_the_index_points_at_what_exists(tag, file, name):
 
 
 def test_presets_sizes_studies_and_flags_that_readme_names_exist():
+    added = set(re.findall(r'PRESETS\["(\w+)"\]', README))
     for name in re.findall(r"--arch ([\w-]+)", README):
-        assert name in PRESETS, name
+        assert name in PRESETS or name in added, name
     for name in re.findall(r"--size ([\w-]+)", README):
         assert name in SIZES, name
     for name in re.findall(r"--study ([\w-]+)", README):
@@ -65,6 +70,40 @@ def test_the_first_two_blocks_are_the_main_job_and_the_tests():
     assert "train.py --arch ledger --sparsity high" in blocks[0]
     assert "pytest" in blocks[1] and "requirements-dev.txt" in blocks[1]
     assert "requirements.txt" in (ROOT / "requirements-dev.txt").read_text()
+
+
+def test_the_mechanism_that_readme_adds_trains_forgets_and_has_its_limit(tmp_path):
+    """The block runs as printed: through train.py, evaluation and quantisation included; with the
+    gate shut it is the standard residual, as it starts it is nearly that, and it is causal."""
+    block = next(b for b in re.findall(r"```python\n(.*?)```", README, re.S) if "class Forget" in b)
+    script = tmp_path / "forget.py"
+    script.write_text(block, encoding="utf-8")
+    text, out = tmp_path / "text.txt", tmp_path / "run"
+    text.write_text(README * 3, encoding="utf-8")
+    small = "--steps 3 --batch-size 2 --block-size 32 --n-layer 2".split()
+    done = subprocess.run([sys.executable, script, "--arch", "forget", *small, "--data", text,
+                           "--out", out],
+                          cwd=ROOT, capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert json.loads((out / "metrics.json").read_text())["protocol"]["arch"] == "forget"
+    names = {}
+    exec(compile(block.partition("model.RESIDUALS")[0], "forget.py", "exec"), names)
+    config = Config(vocab_size=31, n_layer=2, n_head=2, d_model=32, block_size=16)
+    standard, forget = Transformer(config), Transformer(config)
+    forget.residual = names["Forget"](config)
+    tokens = torch.arange(12)[None] % 31
+    with torch.no_grad():
+        truth = standard(tokens)[0]
+        forget.residual.init_special()
+        near = (forget(tokens)[0] - truth).abs().max() / truth.abs().max()
+        forget.residual.b.fill_(-1e4)
+        assert torch.equal(forget(tokens)[0], truth) and 0 < near < 0.05
+        forget.residual.b.zero_()
+        changed = tokens.clone()
+        changed[0, 8] = 3
+        a, b = forget(tokens)[0], forget(changed)[0]
+        assert torch.equal(a[:, :8], b[:, :8]) and not torch.equal(a[:, 8:], b[:, 8:])
 
 
 def test_runtime_imports_are_the_promised_ones():
