@@ -45,7 +45,7 @@ from tqdm import tqdm
 
 from data.prepare import (DataError, Sequential, TokenFile, Windows, get_tokenizer,
                           load)
-from model import load_checkpoint, load_model
+from model import find_pretrained, load_checkpoint, load_model
 
 EPSILON = 0.3          # a head whose first-token attention exceeds this is a sink head
 SINK_TOKENS = 64       # context of the sink measures [Gu 5.4] [Spike 3.3]
@@ -1101,17 +1101,43 @@ def figures(model, tokens, out_dir: str, *, metrics: dict | None = None, **optio
 
 # --------------------------------------------------------------------------------------- program
 
-def open_run(path: str, device: str | None = None):
-    """A run folder or checkpoint file -> model, what its checkpoint says of the run, its folder.
-    Raises CheckpointError, or EvalError if there is no such device."""
+PRETRAINED_T = 512      # default context for pretrained folders: Llama's own would take hours here
+
+
+def results_folder(path: str) -> str:
+    """Where results go: the run's own folder; runs/NAME for a pretrained one, which is only read."""
+    if find_pretrained(path):
+        return os.path.join("runs", os.path.basename(os.path.abspath(path)))
+    return path if os.path.isdir(path) else os.path.dirname(path) or "."
+
+
+def open_run(path: str, device: str | None = None, download: bool = False):
+    """Whatever load_model reads -> model, what its checkpoint says of the run, folder for results.
+
+    A pretrained folder says nothing, so: a BOS at the start of each window if its tokenizer.json
+    puts one before a text, windows of at most 512 tokens. Raises CheckpointError, DataError, or
+    EvalError if there is no such device.
+    """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise EvalError(f"device {device!r}: {str(error).splitlines()[0]}") from None
-    model, payload = load_model(path)
-    folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
-    return model.to(device), payload.get("run") or {}, folder
+    model, payload = load_model(path, download=download)
+    run = payload.get("run") or {}
+    if find_pretrained(path):
+        if "tokenizer" not in run:
+            raise EvalError(f"{path} has no tokenizer.json")
+        run = {"bos": "window" if get_tokenizer(run["tokenizer"]).adds_bos else "none",
+               "T": min(PRETRAINED_T, model.config.block_size), **run}
+    return model.to(device), run, results_folder(path)
+
+
+def with_defaults(run: dict, bos: str | None, options: dict) -> dict:
+    """evaluate's options, with what was not given taken from the run."""
+    T = options.get("T")
+    return {"bos_policy": bos or run.get("bos") or "none", **options,
+            "T": run.get("T") if T is None else T}
 
 
 def text_of(run: dict, data: str | None):
@@ -1136,18 +1162,18 @@ def summary(metrics: dict) -> str:
 
 def report_run(path: str, model=None, *, data: str | None = None, bos: str | None = None,
                device: str | None = None, draw: bool = True, brief: bool = False,
-               out: str | None = None, **options) -> dict:
+               out: str | None = None, download: bool = False, **options) -> dict:
     """Measure a run, write metrics.json and figures/ into its folder (or `out`), print a summary
     (brief: only where things are). Returns the metrics.
 
     model: the run's, if it is in memory. data, bos: by default the run's own. options: evaluate's.
     """
     if model is None:
-        model, run, folder = open_run(path, device)
+        model, run, folder = open_run(path, device, download)
     else:
         run, folder = load_checkpoint(path).get("run") or {}, path
     folder, tokens = out or folder, text_of(run, data)
-    options = {"bos_policy": bos or run.get("bos") or "none", **options}
+    options = with_defaults(run, bos, options)
     about = {key: run.get(key) for key in ("git", "arch", "size", "seed", "steps", "tokens")}
     metrics = evaluate(model, tokens, progress=True, protocol=about, **options)
     saved = save_metrics(folder, metrics)
@@ -1164,12 +1190,14 @@ def build_parser() -> argparse.ArgumentParser:
         description=__doc__.split("\n\n")[0],
         epilog="Results: metrics.json and figures/ in each run's folder; for several paths also "
                "comparison.md, .csv and .png in --out (default: the folder that holds the runs).")
-    parser.add_argument("paths", nargs="+", metavar="RUN", help="run folder or checkpoint file")
+    parser.add_argument("paths", nargs="+", metavar="RUN",
+                        help="run folder, checkpoint file, Llama or Qwen3 folder, or hub id")
     text = parser.add_argument_group("text")
-    text.add_argument("--data", help="corpus name, text or token file (default: the run's own)")
+    text.add_argument("--data", "--text", metavar="NAME|FILE", help="corpus name, text or token file (default: the run's own)")
     text.add_argument("--bos", choices=("none", "document", "window"),
                       help="where a BOS id is shown (default: as in training)")
-    text.add_argument("--T", type=int, help="tokens per window (default: the model's block_size)")
+    text.add_argument("--T", type=int, help="tokens per window (default: the model's block_size; "
+                      f"{PRETRAINED_T} for pretrained folders)")
     text.add_argument("--n-sequences", type=int, default=64,
                       help="windows to evaluate (default 64)")
     run = parser.add_argument_group("running")
@@ -1177,7 +1205,9 @@ def build_parser() -> argparse.ArgumentParser:
     run.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
     run.add_argument("--eps", type=float, default=EPSILON,
                      help=f"a head is a sink head above this mean attention (default {EPSILON})")
-    run.add_argument("--out", help="folder for the results (default: each run's own)")
+    run.add_argument("--out", help="folder for the results (default: each run's own; runs/NAME for "
+                     "a pretrained folder)")
+    run.add_argument("--download", action="store_true", help="a hub id may be fetched")
     run.add_argument("--no-figures", action="store_true", help="numbers only")
     return parser
 
@@ -1196,9 +1226,9 @@ def main(argv: list[str] | None = None) -> int:
             runs.append((name, report_run(
                 path, data=args.data, bos=args.bos, device=args.device, draw=not args.no_figures,
                 out=out, T=args.T, n_sequences=args.n_sequences, batch_size=args.batch_size,
-                epsilon=args.eps, brief=several)))
+                epsilon=args.eps, brief=several, download=args.download)))
         if several:
-            place = args.out or os.path.dirname(os.path.abspath(args.paths[0]))
+            place = args.out or os.path.dirname(os.path.abspath(results_folder(args.paths[0])))
             table, _, figure = compare(runs, out_dir=place)
             print(f"\n{table}\ncomparison  {figure} (and .md, .csv)")
     except (ValueError, OSError) as error:       # CheckpointError, DataError, EvalError among them

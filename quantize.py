@@ -898,7 +898,7 @@ def report_run(path: str, model=None, schemes=SCHEMES, *, data: str | None = Non
     else:
         run, folder = load_checkpoint(path).get("run") or {}, path
     folder, tokens = out or folder, evaluation.text_of(run, data)
-    options = {"bos_policy": bos or run.get("bos") or "none", **options}
+    options = evaluation.with_defaults(run, bos, options)
     fields = dict(head=head, embed=embed, ranges=ranges, smooth=smooth)
     names = list(dict.fromkeys([*schemes, *(SWEEP if sweep else ())]))
     plans = [parse(name, **fields) for name in names]

@@ -165,6 +165,7 @@ class HfTokenizer:
         if self.eot is None:
             raise DataError(f"{path} has no end-of-text token among its specials {sorted(ids)}")
         self.byte_level = b'"ByteLevel"' in text
+        self.adds_bos = self.tk.encode("a").ids[:1] == [self.bos]   # before every text, by itself
 
     def encode(self, text: str) -> np.ndarray:
         """Text -> ids, no BOS or EOS added."""

@@ -496,6 +496,34 @@ def test_without_the_optional_packages_a_line_says_what_to_install(tmp_path, mon
     refused("owner/model", "pip install huggingface_hub")
 
 
+@pytest.mark.parametrize("bos", [False, True])
+def test_eval_measures_a_pretrained_folder_and_leaves_it_alone(tmp_path, monkeypatch, bos):
+    """Results go to runs/NAME; BOS is shown if the folder's tokenizer puts one before a text."""
+    tokenizers = pytest.importorskip("tokenizers")
+    import eval as evaluation
+    vocabulary = {"<s>": 0, "a": 1, "b": 2, "<unk>": 3}
+    tk = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    tk.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tk.add_special_tokens(["<s>", "<eos>"])
+    if bos:
+        tk.post_processor = tokenizers.processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 0)])
+    folder = tmp_path / "tiny-llama"
+    folder.mkdir()
+    write(folder)
+    tk.save(str(folder / "tokenizer.json"))
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    (tmp_path / "text.txt").write_text("a b b a\n" * 12000)
+    monkeypatch.chdir(tmp_path)
+    command = [str(folder), "--text", "text.txt", "--n-sequences", "2", "--no-figures"]
+    assert evaluation.main(command) == 0
+    protocol = json.loads(Path("runs/tiny-llama/metrics.json").read_text())["protocol"]
+    assert protocol["T"] == min(512, LLAMA["max_position_embeddings"])
+    assert protocol["bos_policy"] == ("window" if bos else "none")
+    assert protocol["first_ids"][0] == (0 if bos else 1)
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
 # --------------------------------------------------------------------------- the real SmolLM2-135M
 
 @pytest.fixture(scope="module")
