@@ -1105,7 +1105,7 @@ PRETRAINED_T = 512      # default context for pretrained folders: Llama's own wo
 
 
 def results_folder(path: str) -> str:
-    """Where results go: the run's own folder; runs/NAME for a pretrained one, which is only read."""
+    """Where results go: the run's own folder, or runs/NAME for a pretrained one (only read)."""
     if find_pretrained(path):
         return os.path.join("runs", os.path.basename(os.path.abspath(path)))
     return path if os.path.isdir(path) else os.path.dirname(path) or "."
@@ -1193,7 +1193,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("paths", nargs="+", metavar="RUN",
                         help="run folder, checkpoint file, Llama or Qwen3 folder, or hub id")
     text = parser.add_argument_group("text")
-    text.add_argument("--data", "--text", metavar="NAME|FILE", help="corpus name, text or token file (default: the run's own)")
+    text.add_argument("--data", "--text", metavar="NAME|FILE",
+                      help="corpus name, text or token file (default: the run's own)")
     text.add_argument("--bos", choices=("none", "document", "window"),
                       help="where a BOS id is shown (default: as in training)")
     text.add_argument("--T", type=int, help="tokens per window (default: the model's block_size; "

@@ -520,7 +520,7 @@ def test_eval_measures_a_pretrained_folder_and_leaves_it_alone(tmp_path, monkeyp
     protocol = json.loads(Path("runs/tiny-llama/metrics.json").read_text())["protocol"]
     assert protocol["T"] == min(512, LLAMA["max_position_embeddings"])
     assert protocol["bos_policy"] == ("window" if bos else "none")
-    assert protocol["first_ids"][0] == (0 if bos else 1)
+    assert protocol["first_ids"][0] == (0 if bos else tk.token_to_id("<eos>"))
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
