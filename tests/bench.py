@@ -8,6 +8,7 @@
     ledger   Ledger against vanilla at the 160M shape
     depth    Attention Residuals and the router against the plain residual, 12 blocks, d 384
     softmax1 the fused Softmax1 path against plain causal SDPA
+    plan     what the GPU recipes will need, computed: tokens, FLOPs, hours, memory
 
 Times: rounds in which all contestants take turns, medians; ratios against the first of them.
 Memory: the highest resident size of a process of its own over what it held before the first step.
@@ -167,6 +168,48 @@ def section_softmax1(rounds: int = 7):
                   + " | ".join(f"{r:.2f}" for r in ratios) + " |", flush=True)
 
 
+def saved_bytes(model, T: int) -> int:
+    """Bytes that autograd keeps for the backward pass of one sequence, under bfloat16 autocast;
+    the fp32 weights themselves apart. A storage that several operations keep counts once."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def pack(x):
+        if x.untyped_storage().data_ptr() not in weights:
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage()      # alive: no address twice
+        return x
+
+    tokens = torch.randint(model.config.vocab_size, (1, T))                         # (1, T)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), \
+            torch.autocast("cpu", torch.bfloat16):
+        model(tokens, tokens)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def section_plan(peak: float = 312e12, share: float = 0.35):
+    """Nothing here is timed. Memory: 16 bytes a parameter (fp32 weight, gradient, two AdamW
+    moments) and what autograd keeps, a straight line in T through two short measurements, because
+    no path keeps a T x T matrix. Hours: FLOPs at `share` of an A100's bf16 peak, an assumption."""
+    import train
+    print(f"hours: at {share:.0%} of {peak / 1e12:.0f} TFLOP/s. GB: weights and optimiser + "
+          "activations of one sequence x sequences\n\n"
+          "| size | arm | parameters | tokens | GFLOP/token | hours | GB |\n"
+          "|:--|:--|--:|--:|--:|--:|:--|")
+    for size in ("160m", "290m"):
+        recipe = train.RECIPES[size]
+        T, B = SIZES[size]["block_size"], recipe.get("micro_batch") or recipe["batch_size"]
+        for arm in ("vanilla", "ledger", "attnres", "oasis"):
+            model = Transformer(Config(**{**SIZES[size], "vocab_size": 50257, **PRESETS[arm]}))
+            n, flops = model.count_params()["total"], model.flops_per_token()
+            tokens = recipe["steps"] * recipe["batch_size"] * T
+            short, long = saved_bytes(model, 32), saved_bytes(model, 64)
+            slope = (long - short) / 32
+            fixed, each = 16 * n + short - 32 * slope, slope * T
+            print(f"| {size} | {arm} | {n / 1e6:.0f} M | {tokens / 1e6:.0f} M | {flops / 1e9:.2f} | "
+                  f"{tokens * flops / peak / share / 3600:.1f} | {fixed / 1e9:.1f} + "
+                  f"{each / 1e9:.2f} x {B} = {(fixed + each * B) / 1e9:.0f} |", flush=True)
+
+
 SECTIONS = {
     "plain": lambda: compare("plain", ["torch modules", "vanilla"], 8),
     "arms": lambda: compare("nano", ARMS, 6),
@@ -174,6 +217,7 @@ SECTIONS = {
     "depth": lambda: compare("depth", ["vanilla", "attnres", "attnres-block", "attnres-oasis",
                                        "oasis"], 5),
     "softmax1": section_softmax1,
+    "plan": section_plan,
 }
 
 
