@@ -20,6 +20,7 @@ Read first: the formulas, small functions; then one probe, `Sinks`; then `evalua
 
     python eval.py runs/NAME               metrics.json and figures/ in the run's folder
     python eval.py runs/A runs/B           also one table (Markdown, CSV) and one figure
+    python eval.py PATH --gsm8k FILE       Pass@1 instead (data/gsm8k.py)
 
 Shapes: B sequences, T tokens, S keys, H heads, d width, L sublayers; l counts sublayers from 0
 (attention even, feed-forward odd), so the block number of arXiv 2603.05498 is l + 1.
@@ -43,6 +44,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from data import gsm8k
 from data.prepare import (DataError, Sequential, TokenFile, Windows, get_tokenizer,
                           load)
 from model import find_pretrained, load_checkpoint, load_model
@@ -1185,6 +1187,59 @@ def report_run(path: str, model=None, *, data: str | None = None, bos: str | Non
     return metrics
 
 
+def report_gsm8k(model, run: dict, folder: str, source: str, *, limit: int | None = None,
+                 download: bool = False, label: str = "", **options) -> dict:
+    """Pass@1 on GSM8K: print it, leave every answer in FOLDER/gsm8k.jsonl -> for metrics.json.
+
+    source, download: of gsm8k.load_problems. limit: the first so many problems. label: a name for
+    this version of the model (gsm8k-LABEL.jsonl). options: gsm8k.answer's shots, chat, ...
+    """
+    problems = gsm8k.load_problems(source, download)[:limit]
+    path = os.path.join(folder, f"gsm8k{'-' if label else ''}{label}.jsonl")
+    tokenizer = get_tokenizer(run.get("tokenizer") or "bytes")
+    bos = (run.get("bos") or "none") != "none"
+    with evaluating(unwrap(model)):
+        records = gsm8k.answer(unwrap(model), tokenizer, problems, bos=bos, label=label, path=path,
+                               progress=True, **options)
+    result = gsm8k.score(records) | {"protocol": {"data": os.path.basename(source), "bos": bos,
+                                                  **options}}
+    for kind in ("strict", "flexible"):
+        low, high = result[f"{kind}_interval"]
+        print(f"GSM8K {kind:8s} {result[kind]:6.1%}   95 % between {low:.1%} and {high:.1%}, "
+              f"n = {result['n']}")
+    print(f"{result['truncated']} answers ran out of tokens, {result['no_strict_answer']} without "
+          f"a number after ####, {result['tokens_per_answer']:.0f} tokens each\nanswers  {path}")
+    return result
+
+
+def add_gsm8k_flags(parser: argparse.ArgumentParser):
+    group = parser.add_argument_group("GSM8K")
+    group.add_argument("--gsm8k", metavar="FILE|test", help="Pass@1 on these problems (.jsonl or "
+                       ".parquet); test: the split, fetched once with --download")
+    group.add_argument("--limit", type=int, help="the first so many problems (default: all)")
+    group.add_argument("--shots", type=int, default=8, help="worked examples (default 8; 0: none)")
+    group.add_argument("--chat", action="store_true", help="ask in the model's chat format (ChatML "
+                       "or Llama-3; thinking off) instead of plain text")
+    group.add_argument("--max-new-tokens", type=int, default=256,
+                       help="longest answer (default 256)")
+
+
+def gsm8k_options(args) -> dict:
+    """report_gsm8k's options from the flags, checked."""
+    for name in ("limit", "max_new_tokens", "batch_size"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise EvalError(f"--{name.replace('_', '-')} must be at least 1")
+    return dict(limit=args.limit, shots=args.shots, chat=args.chat, download=args.download,
+                max_new_tokens=args.max_new_tokens, batch_size=args.batch_size)
+
+
+def measure_apart(path: str, args, out: str | None):
+    """The measurements that replace the usual ones when their flag is given."""
+    model, run, folder = open_run(path, args.device, args.download)
+    found = {"gsm8k": report_gsm8k(model, run, out or folder, args.gsm8k, **gsm8k_options(args))}
+    print(f"metrics  {save_metrics(out or folder, found)}")
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n\n")[0],
@@ -1210,6 +1265,7 @@ def build_parser() -> argparse.ArgumentParser:
                      "a pretrained folder)")
     run.add_argument("--download", action="store_true", help="a hub id may be fetched")
     run.add_argument("--no-figures", action="store_true", help="numbers only")
+    add_gsm8k_flags(parser)
     return parser
 
 
@@ -1224,11 +1280,14 @@ def main(argv: list[str] | None = None) -> int:
             raise EvalError(f"--eps {args.eps:g} must lie between 0 and 1")
         for path, name in zip(args.paths, names):
             out = os.path.join(args.out, name) if args.out and several else args.out
+            if args.gsm8k:
+                measure_apart(path, args, out)
+                continue
             runs.append((name, report_run(
                 path, data=args.data, bos=args.bos, device=args.device, draw=not args.no_figures,
                 out=out, T=args.T, n_sequences=args.n_sequences, batch_size=args.batch_size,
                 epsilon=args.eps, brief=several, download=args.download)))
-        if several:
+        if several and runs:
             place = args.out or os.path.dirname(os.path.abspath(results_folder(args.paths[0])))
             table, _, figure = compare(runs, out_dir=place)
             print(f"\n{table}\ncomparison  {figure} (and .md, .csv)")

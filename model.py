@@ -204,11 +204,17 @@ def rotate(x, cos, sin):
 class KVCache:
     """Keys and values of all tokens so far: one pair of buffers for each attention sublayer."""
 
-    def __init__(self, config: Config, batch: int, length: int, device=None, dtype=None):
+    def __init__(self, config: Config, batch: int, length: int, device=None, dtype=None,
+                 prefix: "KVCache | None" = None):
+        """prefix: a cache of one row, which every row begins with."""
         shape = (config.n_layer, batch, config.n_kv_head, length, config.head_dim)
         self.k = torch.empty(shape, device=device, dtype=dtype)                 # (n, B, G, S, D)
         self.v = torch.empty(shape, device=device, dtype=dtype)                 # (n, B, G, S, D)
         self.length = 0      # tokens held; Transformer.forward advances it
+        if prefix is not None:
+            self.length = prefix.length
+            self.k[..., :self.length, :] = prefix.k                             # (n, B, G, P, D)
+            self.v[..., :self.length, :] = prefix.v                             # (n, B, G, P, D)
 
     def append(self, i: int, k, v):
         """Store (B, G, T, D) behind what is there; return all of it, (B, G, S, D) twice."""
@@ -442,8 +448,8 @@ class Transformer(nn.Module):
                 module.init_special()
 
     def forward(self, tokens, targets=None, record: Record | None = None, *,
-                cache: KVCache | None = None, pad_mask=None):
-        """tokens (B, T) -> logits (B, T, V), loss.
+                cache: KVCache | None = None, pad_mask=None, last: bool = False):
+        """tokens (B, T) -> logits (B, T, V), loss. last: only of the last token, (B, 1, V).
 
         loss is None without targets (B, T), else mean cross-entropy in nats (targets of -1 do not
         count) plus the residual's penalty, whose value is kept in `self.aux`. record(name, l, x)
@@ -457,6 +463,7 @@ class Transformer(nn.Module):
             u, y, null = self.sublayer(l, h, ctx, null)                             # (B, T, d) x 2
             state = self.residual.write(state, l, u, y, null)
         x = self.residual.finish(state)                                             # (B, T, d)
+        x = x[:, -1:] if last else x                                                # (B, T|1, d)
         logits = self.head(self.decode_norm(x, record))                             # (B, T, V)
         if cache is not None:
             cache.length += tokens.shape[1]
@@ -553,16 +560,31 @@ class Transformer(nn.Module):
     # ------------------------------------------------------------------------------- generation
 
     @torch.no_grad()
+    def encode(self, tokens) -> KVCache:
+        """Keys and values of a text (T,) that many generations begin with, for `generate`."""
+        tokens = torch.as_tensor(tokens, device=self.embed.weight.device)[None]     # (1, T)
+        cache = KVCache(self.config, *tokens.shape, tokens.device, self.embed.weight.dtype)
+        self(tokens, cache=cache, last=True)
+        return cache
+
+    @torch.no_grad()
     def generate(self, tokens, max_new_tokens: int, *, temperature: float = 1.0,
-                 top_k: int | None = None, pad_mask=None, stop_ids=(), generator=None):
+                 top_k: int | None = None, pad_mask=None, stop_ids=(), stop=None,
+                 prefix: KVCache | None = None, generator=None):
         """Continue tokens (B, T) by up to max_new_tokens: (B, T + new), with a key/value cache.
 
         temperature 0 is greedy. pad_mask (B, T), bool, is False at left padding. A row that has
-        produced one of stop_ids repeats it; when all rows have, generation ends. Past block_size
-        the newest half block is encoded anew and goes on as the context.
-        Raises FloatingPointError, naming the token, when a logit is NaN.
+        produced one of stop_ids, or for which stop(new tokens (B, n)) -> (B,) is true, repeats its
+        last token; when all rows have ended, generation ends. prefix: what `encode` made of ids
+        in front of every row. Past block_size the newest half block is encoded anew and goes on as
+        the context. Raises FloatingPointError, naming the token, when a logit is NaN, and
+        ValueError if prefix, tokens and max_new_tokens together exceed block_size.
         """
-        block = self.config.block_size
+        block, T = self.config.block_size, tokens.shape[1]
+        P = 0 if prefix is None else prefix.length
+        if P and P + T + max_new_tokens > block:
+            raise ValueError(f"a prefix of {P} and {T} + {max_new_tokens} tokens do not fit in "
+                             f"block_size={block}")
         done = torch.zeros(tokens.shape[0], dtype=torch.bool, device=tokens.device)  # (B,)
         cache = None
         for step in range(max_new_tokens):
@@ -570,24 +592,27 @@ class Transformer(nn.Module):
             if cache is None or full:
                 keep = block if not full else max(1, block // 2)
                 seen, mask = tokens[:, -keep:], None if pad_mask is None else pad_mask[:, -keep:]
-                length = min(block, tokens.shape[1] + max_new_tokens)
+                length = min(block, P + tokens.shape[1] + max_new_tokens)
                 cache = KVCache(self.config, len(tokens), length, tokens.device,
-                                self.embed.weight.dtype)
+                                self.embed.weight.dtype, prefix)
                 new, first = seen, tokens.shape[1] - seen.shape[1]
             else:
                 new = tokens[:, -1:]                                                # (B, 1)
                 mask = None if pad_mask is None else pad_mask[:, first:]            # (B, S)
-            logits = self(new, cache=cache, pad_mask=mask)[0][:, -1].float()        # (B, V)
+            mask = mask if mask is None else F.pad(mask, (P, 0), value=True)        # (B, P + S)
+            logits = self(new, cache=cache, pad_mask=mask, last=True)[0][:, 0].float()  # (B, V)
             if logits.isnan().any():
                 raise FloatingPointError(f"NaN logits at generated token {step}")
             chosen = sample(logits, temperature, top_k, generator)                  # (B,)
-            if stop_ids:
-                chosen = torch.where(done, tokens[:, -1], chosen)                   # (B,)
-                done |= torch.isin(chosen, torch.tensor(list(stop_ids), device=chosen.device))
+            chosen = torch.where(done, tokens[:, -1], chosen)                       # (B,)
             tokens = torch.cat((tokens, chosen[:, None]), dim=1)                    # (B, T + 1)
             if pad_mask is not None:
                 pad_mask = F.pad(pad_mask, (0, 1), value=True)                      # (B, T + 1)
-            if stop_ids and done.all():
+            if stop_ids:
+                done |= torch.isin(chosen, torch.tensor(list(stop_ids), device=chosen.device))
+            if stop is not None:
+                done |= torch.as_tensor(stop(tokens[:, T:]), device=done.device)    # (B,)
+            if done.all():
                 break
         return tokens
 

@@ -886,15 +886,17 @@ def report_run(path: str, model=None, schemes=SCHEMES, *, data: str | None = Non
                bos: str | None = None, device: str = "cpu", draw: bool = True,
                out: str | None = None, attribution: str | None = None, sweep: bool = False,
                integers: bool = False, batches: int = 4, head=None, embed=None, ranges=None,
-               smooth=None, **options) -> dict:
+               smooth=None, download: bool = False, problems: dict | None = None,
+               **options) -> dict:
     """Quantise a run, add `quant` to its metrics.json, draw, print. Returns `measure`'s results.
 
     model: the run's, if it is in memory. data, bos: by default the run's own; static ranges come
     from the training split, `batches` batches of it. attribution: None, "site" or "kind", for every
-    scheme. sweep: SWEEP's bits too. integers: check w8a8 in int8. options: eval.evaluate's.
+    scheme. sweep: SWEEP's bits too. integers: check w8a8 in int8. problems: GSM8K for each
+    scheme, with eval.report_gsm8k's options. options: eval.evaluate's.
     """
     if model is None:
-        model, run, folder = evaluation.open_run(path, device)
+        model, run, folder = evaluation.open_run(path, device, download)
     else:
         run, folder = load_checkpoint(path).get("run") or {}, path
     folder, tokens = out or folder, evaluation.text_of(run, data)
@@ -919,6 +921,9 @@ def report_run(path: str, model=None, schemes=SCHEMES, *, data: str | None = Non
             entry["attribution"] = change
             figures[f"attribution-{label(plan)}"] = draw_attribution(
                 change, f"{label(plan)}: {entry['delta_loss']:+.4f} nats with all sites")
+        if problems:
+            entry["gsm8k"] = evaluation.report_gsm8k(quantize(model, plan, calibration), run,
+                                                     folder, label=label(plan), **problems)
     if sweep:
         figures["sweep"] = draw_sweep(results, first["loss"] - first["delta_loss"])
     if integers:
@@ -969,8 +974,11 @@ def build_parser() -> argparse.ArgumentParser:
                       help="windows to evaluate (default 64)")
     text.add_argument("--batch-size", type=int, default=8, help="windows at a time (default 8)")
     text.add_argument("--device", default="cpu", help="cpu, cuda, ... (default cpu)")
-    text.add_argument("--out", help="folder for the results (default: the run's own)")
+    text.add_argument("--out", help="folder for the results (default: the run's own; runs/NAME for "
+                      "a pretrained folder)")
+    text.add_argument("--download", action="store_true", help="a hub id may be fetched")
     text.add_argument("--no-figures", action="store_true", help="numbers only")
+    evaluation.add_gsm8k_flags(parser)
     return parser
 
 
@@ -979,6 +987,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.batches < 1:
             raise QuantError(f"--batches {args.batches} must be at least 1")
+        problems = args.gsm8k and {"source": args.gsm8k, **evaluation.gsm8k_options(args)}
         for path in args.paths:
             out = args.out and (args.out if len(args.paths) == 1 else
                                 os.path.join(args.out, os.path.basename(os.path.normpath(path))))
@@ -986,7 +995,8 @@ def main(argv: list[str] | None = None) -> int:
                        device=args.device, draw=not args.no_figures, attribution=args.attribute,
                        sweep=args.sweep, integers=args.int8, batches=args.batches, head=args.head,
                        embed=args.embed, ranges=args.ranges, smooth=args.smooth, T=args.T,
-                       n_sequences=args.n_sequences, batch_size=args.batch_size)
+                       n_sequences=args.n_sequences, batch_size=args.batch_size,
+                       download=args.download, problems=problems)
     except (ValueError, OSError) as error:      # QuantError, CheckpointError, DataError, EvalError
         print(f"quantize.py: {error}", file=sys.stderr)
         return 2
