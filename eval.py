@@ -31,6 +31,7 @@ import argparse
 import contextlib
 import csv
 import dataclasses
+import functools
 import io
 import json
 import math
@@ -46,7 +47,7 @@ from tqdm import tqdm
 
 from data import gsm8k
 from data.prepare import (DataError, Sequential, TokenFile, Windows, get_tokenizer,
-                          load)
+                          open_source)
 from model import find_pretrained, load_checkpoint, load_model
 
 EPSILON = 0.3          # a head whose first-token attention exceeds this is a sink head
@@ -572,6 +573,56 @@ class Posteriors:
         return self.mean["E"].item() if "E" in self.mean else None
 
 
+class Toy:
+    """Sink, value drain and residual peak of the Bigram-Backcopy task, and what it learns of the
+    task's two parts. [Backcopy 5.7]
+
+    A query at a trigger must look at the token before it; at any other token attention has nothing
+    to add, and what it does there, on *non-trigger* queries, is what a sink is.
+    """
+
+    names = {"attn_probs", "null", "v", "stream"}
+
+    def __init__(self, task):
+        self.task, self.mean = task, Means()
+
+    def see(self, x):
+        """The ids (B, T) that the model is about to be shown."""
+        self.trigger, self.plain = self.task.masks(x)                               # (B, T) x 2
+
+    def __call__(self, name, l, x):
+        if name in ("attn_probs", "null"):
+            mass = x[..., 0] if name == "attn_probs" else x                         # (B, H, T)
+            self.mean.add((name, l), mass.transpose(1, 2)[self.plain])              # (queries, H)
+        else:
+            norm = x.float().norm(dim=-1)                           # (B, T); of "v" (B, G, T)
+            self.mean.add((name, "bos", l), norm[..., :1].flatten(), over=0)
+            self.mean.add((name, "rest", l), norm[..., 1:].flatten(), over=0)
+
+    def score(self, nll):
+        """nll (B, T): of the targets of what was shown."""
+        for name, mask in (("markov", self.plain), ("copy", self.trigger)):
+            self.mean.add(name, nll[mask])                                          # (queries,)
+
+    def result(self) -> dict:
+        """bos_mass, null_mass: attention of non-trigger queries to BOS and to nothing, (layers, H).
+        value_drain: norm of BOS' value over the mean norm of the others', by layer; residual_peak:
+        the same of the residual, after every sublayer. sink, drain and peak are their maxima, null
+        that of null_mass; drain is the value_drain of the layer with the largest sink. markov_loss
+        (non-trigger queries) and copy_loss (trigger queries) in nats, beside the oracle's.
+        """
+        mean, oracle = self.mean, self.task.oracle()
+        bos, null = mean.stack("attn_probs"), mean.stack("null")                    # (layers, H)
+        drain = mean.stack("v", "bos") / mean.stack("v", "rest")                    # (layers)
+        peak = mean.stack("stream", "bos") / mean.stack("stream", "rest")           # (L)
+        return {"sink": bos.max().item(), "null": null.max().item(),
+                "drain": drain[bos.amax(1).argmax()].item(), "peak": peak.max().item(),
+                "markov_loss": mean["markov"].item(), "copy_loss": mean["copy"].item(),
+                "oracle": oracle, "markov_excess": mean["markov"].item() - oracle["markov"],
+                "bos_mass": bos.tolist(), "null_mass": null.tolist(),
+                "value_drain": drain.tolist(), "residual_peak": peak.tolist()}
+
+
 # ------------------------------------------------------------------------------------- evaluate
 
 def unwrap(model):
@@ -594,6 +645,11 @@ def evaluating(model):
             module.training = mode
 
 
+def is_source(tokens) -> bool:
+    """A token file or the toy (data.prepare.open_source), and not an array of ids."""
+    return hasattr(tokens, "windows")
+
+
 def are_windows(tokens) -> bool:
     return getattr(tokens, "ndim", 1) == 2
 
@@ -602,14 +658,14 @@ def open_windows(model, tokens, *, T=None, n_sequences=64, batch_size=8, bos_pol
                  tokenizer=None, bos=None, eot=None):
     """Whatever evaluate accepts -> iterable of (x, y) batches that knows its counts."""
     vocab, block = model.config.vocab_size, model.config.block_size
-    if isinstance(tokens, TokenFile) and tokens.vocab_size > vocab:
+    if is_source(tokens) and tokens.vocab_size > vocab:
         raise EvalError(f"{tokens.path} has a vocabulary of {tokens.vocab_size}, the model one of "
                         f"{vocab}")
     if min(1 if T is None else T, n_sequences, batch_size) < 1:
         raise EvalError("T, n_sequences and batch_size must be at least 1")
     if T is not None and T > block and model.config.pos == "learned":
         raise EvalError(f"T={T} is longer than the model's {block} learned positions")
-    if not isinstance(tokens, TokenFile):
+    if not is_source(tokens):
         tokens = np.asarray(tokens.cpu() if torch.is_tensor(tokens) else tokens)
     if are_windows(tokens):
         T = min(T or block, tokens.shape[1] - 1)
@@ -619,8 +675,9 @@ def open_windows(model, tokens, *, T=None, n_sequences=64, batch_size=8, bos_pol
         windows = Sequential(Windows(rows.reshape(-1), T, batch_size, tokenizer=tokenizer),
                              np.arange(len(rows)) * (T + 1))
     else:
-        windows = Windows(tokens, T or block, batch_size, bos_policy=bos_policy, bos=bos, eot=eot,
-                          tokenizer=tokenizer).sequential(n_sequences)
+        cut = tokens.windows if is_source(tokens) else functools.partial(Windows, tokens)
+        windows = cut(T or block, batch_size, bos_policy=bos_policy, bos=bos, eot=eot,
+                      tokenizer=tokenizer).sequential(n_sequences)
     for x, y in windows:
         low, top = min(x.min(), y.min()).item(), max(x.max(), y.max()).item()
         if low < 0 or top >= vocab:
@@ -629,10 +686,16 @@ def open_windows(model, tokens, *, T=None, n_sequences=64, batch_size=8, bos_pol
     return windows
 
 
+def token_nll(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Negative log-likelihood of every target in nats, fp64 on the host; one row at a time, for a
+    vocabulary may be large. (B, T, V), (B, T) -> (B, T)."""
+    return torch.stack([F.cross_entropy(row.float(), y, reduction="none").cpu().double()
+                        for row, y in zip(logits, targets)])
+
+
 def summed_nll(logits: torch.Tensor, targets: torch.Tensor) -> float:
-    """Negative log-likelihood in nats, summed; one row at a time, for a vocabulary may be large."""
-    return sum(F.cross_entropy(row.float(), y, reduction="none").cpu().double().sum().item()
-               for row, y in zip(logits, targets))
+    """The same, summed."""
+    return token_nll(logits, targets).sum().item()
 
 
 def measure_val(nll: float, windows) -> dict:
@@ -680,8 +743,15 @@ def run_passes(model, windows, probes, batch_size: int, progress: bool = False):
     batches = -(-len(windows) // batch_size)
     for x, y in tqdm(windows, "evaluate", batches, disable=None if progress else True, leave=False):
         shown.append(x)
+        for probe in probes:
+            if hasattr(probe, "see"):
+                probe.see(x)
         x, y = x.to(device), y.to(device)                                           # (B, T)
-        nll += summed_nll(model(x, record=whole)[0], y)
+        losses = token_nll(model(x, record=whole)[0], y)                            # (B, T)
+        nll += losses.sum().item()
+        for probe in probes:
+            if hasattr(probe, "score"):
+                probe.score(losses)
         if not math.isfinite(nll):
             raise EvalError(f"the loss is {nll} in evaluation batch {len(shown)} of {batches}: the "
                             "model's logits are not finite")
@@ -693,11 +763,11 @@ def run_passes(model, windows, probes, batch_size: int, progress: bool = False):
 
 def describe(model, tokens, shown, bos_policy: str, bos) -> dict:
     """The protocol: everything that must be known to compare the numbers with other numbers."""
-    weight, is_file = model.embed.weight, isinstance(tokens, TokenFile)
+    weight, is_file = model.embed.weight, is_source(tokens)
     bos = tokens.bos if bos is None and is_file else bos
     given = are_windows(tokens)
     n, T = shown.shape
-    policy = "as given" if given else bos_policy
+    policy = "as given" if given else getattr(tokens, "bos_policy", bos_policy)
     double = 0 if bos is None or T < 2 else int((shown[:, :2] == bos).all(1).sum())
     if double:
         warnings.warn(f"{double} of {n} windows begin with two BOS ids", stacklevel=3)
@@ -721,10 +791,11 @@ def evaluate(model, tokens, *, T: int | None = None, n_sequences: int = 64, batc
              eot: int | None = None, progress: bool = False) -> dict:
     """Every metric of metrics.json for a model on a text; nested dict of plain Python.
 
-    tokens: a data.TokenFile, a 1-d array or tensor of ids (cut into windows of T, by default the
-    model's block_size), or an (N, T + 1) array of windows. tokenizer, bos, eot are the file's, or
-    may be given for arrays (bytes and words are counted only with a tokenizer). protocol: further
-    entries for the protocol. light: loss, `massive` and `sinks` only, for probes during training.
+    tokens: a source (a data.TokenFile, or the toy), a 1-d array or tensor of ids (cut into windows
+    of T, by default the model's block_size), or an (N, T + 1) array of windows. tokenizer, bos, eot
+    are the file's, or may be given for arrays (bytes and words are counted only with a tokenizer).
+    protocol: further entries for the protocol. light: loss, `massive`, `sinks` and, of the toy,
+    `backcopy` only, for probes during training.
     Deterministic, touches no random generator, leaves the model in the mode it was in.
     Raises EvalError or DataError: ids outside the vocabulary, a text shorter than a window.
     """
@@ -735,8 +806,9 @@ def evaluate(model, tokens, *, T: int | None = None, n_sequences: int = 64, batc
     spikes, sinks = Spikes(), Sinks(epsilon)
     outliers, channels, commits = Outliers(kinds), Channels(), Commits(len(kinds))
     depth, nulls, noops, posteriors = Depth(), Nulls(), NoOps(), Posteriors(kinds)
-    probes = [spikes, sinks] if light else \
-        [spikes, sinks, outliers, channels, commits, depth, nulls, noops, posteriors]
+    toy = [Toy(windows.task)] if hasattr(windows, "task") else []
+    probes = [spikes, sinks, *toy] if light else \
+        [spikes, sinks, outliers, channels, commits, depth, nulls, noops, posteriors, *toy]
     with evaluating(model):
         nll, shown = run_passes(model, windows, probes, batch_size, progress)
         massive = spikes.result(shown)
@@ -746,7 +818,8 @@ def evaluate(model, tokens, *, T: int | None = None, n_sequences: int = 64, batc
             massive["scratch"] = spikes.result(shown, "scratch")
     metrics = {"protocol": describe(model, tokens, shown, bos_policy, bos)
                | (protocol or {}), "val": measure_val(nll, windows),
-               "massive": massive, "sinks": sinks.result()}
+               "massive": massive, "sinks": sinks.result(),
+               "backcopy": toy[0].result() if toy else None}
     if light:
         return metrics
     inf_norm, kurtosis = outliers.result()
@@ -833,7 +906,12 @@ COLUMNS = [     # header, path in metrics.json, format: how `compare` reads a ru
     ("BOS concentration", "structure.decoded.bos_concentration", ".2f"),
     ("BOS conc., unit rms", "structure.decoded.bos_concentration_unit_rms", ".2f"),
     ("mean commit gate", "structure.commit.mean", ".3f"),
-    ("null mass", "null.token_mass", ".3f"), ("depth max", "depth.max_weight", ".3f")]
+    ("null mass", "null.token_mass", ".3f"), ("depth max", "depth.max_weight", ".3f"),
+    ("toy: BOS mass, non-trigger", "backcopy.sink", ".3f"),
+    ("toy: null mass, non-trigger", "backcopy.null", ".3f"),
+    ("toy: value drain", "backcopy.drain", ".2f"), ("toy: residual peak", "backcopy.peak", ".2f"),
+    ("toy: Markov loss - oracle", "backcopy.markov_excess", ".3f"),
+    ("toy: copy loss", "backcopy.copy_loss", ".3f")]
 
 
 def lookup(metrics, path: str):
@@ -1147,7 +1225,7 @@ def text_of(run: dict, data: str | None):
     file that is named is taken as it is. Raises DataError, EvalError."""
     tokenizer = run.get("tokenizer")
     if data is None or not data.endswith(".bin"):
-        return load(data or run.get("data") or "stdlib", "val", tokenizer=tokenizer)
+        return open_source(data or run.get("data") or "stdlib", "val", tokenizer=tokenizer)
     file = TokenFile.open(data)
     if tokenizer and get_tokenizer(tokenizer).name != file.tokenizer:
         raise EvalError(f"{data} holds ids of the tokenizer {file.tokenizer}, the run's is "
@@ -1248,8 +1326,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("paths", nargs="+", metavar="RUN",
                         help="run folder, checkpoint file, Llama or Qwen3 folder, or hub id")
     text = parser.add_argument_group("text")
-    text.add_argument("--data", "--text", metavar="NAME|FILE",
-                      help="corpus name, text or token file (default: the run's own)")
+    text.add_argument("--data", "--text", metavar="NAME|FILE", help="corpus name, text or token "
+                      "file, or backcopy (default: the run's own)")
     text.add_argument("--bos", choices=("none", "document", "window"),
                       help="where a BOS id is shown (default: as in training)")
     text.add_argument("--T", type=int, help="tokens per window (default: the model's block_size; "

@@ -44,8 +44,7 @@ from tqdm import tqdm
 import eval as evaluation
 from attnres import (LOGIT_MAX, AttnRes, OasisRouter, couple, depth_null, depth_weights, mix,
                      tell)
-from data import Windows
-from data.prepare import load
+from data.prepare import open_source
 from eval import evaluating
 from ledger import Delta, HyperConnection2, Ledger, update
 from model import Attention, DynamicTanh, RMSNorm, StandardResidual, load_checkpoint, rotate
@@ -696,9 +695,10 @@ def calibration_batches(model, run: dict, data: str | None = None, *, T: int | N
                         n_batches: int = 4, batch_size: int = 8, bos: str | None = None) -> list:
     """Batches (B, T) of the training split, spread evenly over it; four by default [OASIS 1.9].
     run: what its checkpoint says of it (tokenizer, data, bos); data: another corpus."""
-    file = load(data or run.get("data") or "stdlib", "train", tokenizer=run.get("tokenizer"))
-    windows = Windows(file, T or model.config.block_size, batch_size,
-                      bos_policy=bos or run.get("bos") or "none")
+    source = open_source(data or run.get("data") or "stdlib", "train",
+                         tokenizer=run.get("tokenizer"))
+    windows = source.windows(T or model.config.block_size, batch_size,
+                             bos_policy=bos or run.get("bos") or "none")
     return [x for x, _ in windows.sequential(n_batches * batch_size)]
 
 

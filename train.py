@@ -32,8 +32,7 @@ from tqdm import tqdm
 
 import eval as evaluation
 import quantize
-from data import DataError, Windows, get_tokenizer
-from data.prepare import load
+from data.prepare import DataError, open_source
 from model import (PRESETS, SIZES, CheckpointError, Config, Transformer, load_checkpoint,
                    load_weights, save_checkpoint)
 from softmax1 import describe
@@ -72,10 +71,16 @@ class Recipe:
     dtype: str = "auto"           # auto | float32 | bfloat16
 
 
-# nano and micro are ours; 60m is Gu et al.'s (arXiv 2410.10781), 160m and 290m [Ledger 2.7]
+# nano, micro, toy are ours; toy-paper is Guo et al.'s (arXiv 2410.13835), 60m Gu et al.'s (arXiv
+# 2410.10781), 160m and 290m [Ledger 2.7]
 RECIPES = {
     "nano": {},
     "micro": {"steps": 2000, "lr": 2e-3, "warmup": 100, "eval_every": 500},
+    "toy": {"data": "backcopy", "steps": 1500, "batch_size": 16, "warmup": 100, "beta2": 0.99,
+            "weight_decay": 0.01, "eval_every": 500},
+    "toy-paper": {"data": "backcopy", "steps": 10000, "batch_size": 512, "micro_batch": 64,
+                  "lr": 3e-4, "min_lr": 1.0, "warmup": 0, "beta2": 0.99, "weight_decay": 1e-4,
+                  "eval_every": 500},
     "60m": {"data": "fineweb-edu", "tokenizer": "gpt2", "bos": "none", "steps": 20000,
             "batch_size": 1024, "micro_batch": 32, "lr": 4e-4, "warmup": 100, "eval_every": 500},
     "160m": {"data": "fineweb-edu", "tokenizer": "gpt2", "bos": "none", "steps": 14000,
@@ -91,7 +96,8 @@ FREE_ON_RESUME = {"micro_batch", "eval_every", "probe_every"}
 
 RECIPE_HELP = {
     "arch": "preset of mechanism flags", "size": "shape and recipe",
-    "data": "corpus name, text file or token file; see data/prepare.py",
+    "data": "corpus name, text or token file (see data/prepare.py), or backcopy[:CORPUS], the toy "
+            "task, which brings --size toy",
     "tokenizer": "bytes, gpt2, or the path of a tokenizer.json",
     "bos": "none: windows of the stream as it is; document: one BOS before each document; window: "
            "BOS is position 0 of every window",
@@ -192,7 +198,7 @@ def given(args, cls) -> dict:
 
 def resolve(args) -> tuple[Recipe, dict]:
     """Command line -> recipe and Config fields: defaults < size < preset < flags."""
-    size = args.size or "nano"
+    size = args.size or size_for(args.data)
     recipe = Recipe(**{**RECIPES[size], "size": size, **given(args, Recipe)})
     shape = {**SIZES[size], **PRESETS[recipe.arch], **given(args, Config)}
     if args.sparsity is not None:
@@ -201,6 +207,11 @@ def resolve(args) -> tuple[Recipe, dict]:
         shape["sparsity"] = number(args.sparsity)
     check_recipe(recipe)
     return recipe, shape
+
+
+def size_for(data: str | None) -> str:
+    """The size that goes without saying: the toy task has its own."""
+    return "toy" if data and data.partition(":")[0] == "backcopy" else "nano"
 
 
 def number(text: str) -> float:
@@ -284,10 +295,11 @@ class Trainer:
 
     def __init__(self, recipe: Recipe, shape: dict, out: str, machine: Machine, args):
         self.recipe, self.out, self.machine, self.args = recipe, out, machine, args
-        train_file, self.val_file = (load(recipe.data, split, tokenizer=recipe.tokenizer)
-                                     for split in ("train", "val"))
+        self.source, self.val_source = (
+            open_source(recipe.data, split, tokenizer=recipe.tokenizer)
+            for split in ("train", "val"))
         try:
-            self.config = Config(**{**shape, "vocab_size": train_file.vocab_size})
+            self.config = Config(**{**shape, "vocab_size": self.source.vocab_size})
         except ValueError as error:
             raise UsageError(str(error)) from None
         share = recipe.micro_batch * machine.world or recipe.batch_size
@@ -296,13 +308,16 @@ class Trainer:
                              f"{machine.world} devices x --micro-batch")
         self.accumulate, self.rows = recipe.batch_size // share, share // machine.world
         block = self.config.block_size
-        self.windows = Windows(train_file, block, self.rows, bos_policy=recipe.bos,
-                               seed=recipe.seed)
-        self.val_windows = Windows(self.val_file, block, self.rows, bos_policy=recipe.bos)
+        self.windows = self.source.windows(block, self.rows, bos_policy=recipe.bos,
+                                           seed=recipe.seed)
+        self.val_windows = self.val_source.windows(block, self.rows, bos_policy=recipe.bos)
+        if self.windows.bos_policy != recipe.bos:
+            raise UsageError(f"--bos {recipe.bos}: {self.source.source} has BOS at position 0 of "
+                             f"every sequence, --bos {self.windows.bos_policy}")
         self.model = Transformer(self.config, seed=recipe.seed).to(machine.device)
         self.model.grad_checkpoint = args.grad_checkpoint
         self.optimizer = optimizer_for(self.model, recipe, machine.device)
-        self.begin, self.data_sha256, self.wrapped = 0, train_file.sha256, None
+        self.begin, self.data_sha256, self.wrapped = 0, self.source.sha256, None
 
     # ----------------------------------------------------------------------------- learning
 
@@ -396,8 +411,9 @@ class Trainer:
 
     def probe(self) -> dict:
         """Sinks and spikes of the model as it is now, cheaply. See eval.evaluate(light=True)."""
-        return evaluation.evaluate(self.model, self.val_file, n_sequences=16, light=True,
-                                   bos_policy=self.recipe.bos, T=self.config.block_size)
+        block = self.config.block_size
+        return evaluation.evaluate(self.model, self.val_source, light=True, T=block,
+                                   n_sequences=max(16, 4096 // block), bos_policy=self.recipe.bos)
 
     # ------------------------------------------------------------------------ keeping and resuming
 
@@ -572,7 +588,7 @@ def print_header(t: Trainer):
     print(f"{r.arch}: {n['total']:,} parameters ({n['mechanism']:,} of the mechanism, "
           f"{n['embedding']:,} of embeddings), {t.model.flops_per_token() / 1e6:.1f} MFLOP a token")
     print("  model  " + ", ".join(f"{k}={v}" for k, v in changed.items()))
-    print(f"  data   {r.data} ({r.tokenizer}), {len(t.windows.tokens):,} tokens, bos={r.bos}")
+    print(f"  data   {r.data} ({t.source.tokenizer}), {t.source.about}, bos={r.bos}")
     print(f"  recipe {r.steps} steps x {r.batch_size} x {c.block_size} tokens, lr {r.lr:g}, "
           f"weight decay {r.weight_decay:g}, seed {r.seed}")
     print(f"  device {t.machine.device} x {t.machine.world}, "
@@ -595,11 +611,11 @@ def report(t: Trainer, end: int):
 def sample_text(t: Trainer, n_tokens: int = 120) -> str:
     """The model's own text after a BOS, at temperature 0.8."""
     g = torch.Generator(t.machine.device).manual_seed(t.recipe.seed)
-    tokenizer = get_tokenizer(t.recipe.tokenizer)
-    start = torch.tensor([[tokenizer.bos]], device=t.machine.device)                # (1, 1)
+    reader = t.source.reader(t.recipe.tokenizer)
+    start = torch.tensor([[reader.bos]], device=t.machine.device)                   # (1, 1)
     n = min(n_tokens, t.config.block_size - 1)
     ids = t.model.generate(start, n, temperature=0.8, generator=g)[0, 1:]           # (n)
-    return tokenizer.decode(ids.tolist())
+    return reader.decode(ids.tolist())
 
 
 def draw_loss(out: str) -> str:

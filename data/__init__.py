@@ -237,6 +237,18 @@ class TokenFile:
     def __len__(self) -> int:
         return self.n_tokens
 
+    def windows(self, block_size: int, batch_size: int, **options) -> "Windows":
+        """What every source of batches has: see `data.prepare.open_source`."""
+        return Windows(self, block_size, batch_size, **options)
+
+    @property
+    def about(self) -> str:
+        return f"{self.n_tokens:,} tokens"
+
+    def reader(self, tokenizer: str):
+        """What turns its ids into text; tokenizer: the name or path they were made with."""
+        return get_tokenizer(tokenizer)
+
     @classmethod
     def open(cls, path: str | Path) -> "TokenFile":
         """Check the header, map the ids. DataError if missing, foreign, damaged or cut short."""

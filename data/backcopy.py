@@ -19,6 +19,7 @@ Read first: `Backcopy.batch`, then `oracle`.    `python data/backcopy.py` shows 
 from __future__ import annotations
 
 import argparse
+import copy
 import hashlib
 import sys
 import time
@@ -34,7 +35,8 @@ from data import DataError, generator
 from data.prepare import load
 
 N_SYMBOLS = 65
-HELD_OUT = 0x5EED       # mixed into the seed of the evaluation stream: never a training batch
+# mixed into the seed of the fixed streams (of evaluation, of calibration): never a training batch
+HELD_OUT = {"val": 0x5EED, "train": 0x7EA}
 
 
 def bigram_table(corpus: str = "stdlib", n_symbols: int = N_SYMBOLS) -> tuple[bytes, np.ndarray]:
@@ -55,7 +57,8 @@ def bigram_table(corpus: str = "stdlib", n_symbols: int = N_SYMBOLS) -> tuple[by
 
 
 class Backcopy:
-    """The task as a stateless stream of batches, with the interface of `data.Windows`.
+    """The task as a stateless stream of batches: a source (`data.prepare.open_source`), and its own
+    windows, with the interface of `data.Windows`.
 
     table: a corpus name, a text file, or the (symbols, counts) of `bigram_table`.
     Ids 0..S-1 are the symbols in falling frequency, so 0..n_triggers-1 are the triggers; S is BOS.
@@ -63,13 +66,16 @@ class Backcopy:
     Raises DataError when the table leaves nothing to draw.
     """
 
+    tokenizer, eot, bos_policy, path = "backcopy", None, "window", "backcopy"
+
     def __init__(self, table="stdlib", seq_len: int = 256, batch_size: int = 512, *,
-                 n_triggers: int = 3, seed: int = 0):
+                 n_triggers: int = 3, seed: int = 0, split: str = "val"):
         self.symbols, counts = bigram_table(table) if isinstance(table, (str, Path)) else table
         s = len(self.symbols)
         if not 0 <= n_triggers < s:
             raise DataError(f"{n_triggers} triggers leave nothing of an alphabet of {s} symbols")
-        self.seq_len, self.batch_size, self.seed = seq_len, batch_size, seed
+        self.seq_len, self.batch_size, self.seed, self.split = seq_len, batch_size, seed, split
+        self.source = f"backcopy of {table}" if isinstance(table, (str, Path)) else "backcopy"
         self.vocab_size, self.bos = s + 1, s
         self.triggers = np.arange(n_triggers)
 
@@ -90,18 +96,28 @@ class Backcopy:
         cdf = np.cumsum(self.bigram, axis=1)
         self._cdf = (cdf / cdf[:, -1:] + np.arange(s + 1)[:, None]).reshape(-1)  # (V * V,)
 
+    def windows(self, block_size: int, batch_size: int, *, seed: int = 0, **_) -> "Backcopy":
+        """The same law in other sizes. BOS is position 0, and nowhere else, whatever is asked."""
+        task = copy.copy(self)
+        task.seq_len, task.batch_size, task.seed = block_size, batch_size, seed
+        return task
+
+    @property
+    def about(self) -> str:
+        return f"{self.vocab_size} ids, drawn on the fly"
+
+    def reader(self, tokenizer: str) -> "Backcopy":
+        return self
+
     def batch(self, step: int, rank: int = 0, world: int = 1, micro: int = 0):
         """[Backcopy 5.7] (x, y), int64 (B, T) each: a pure function of (seed, step, micro), of
         whose global batch the rank takes its rows. y[t] is the token after x[t]."""
         rows = slice(rank * self.batch_size, (rank + 1) * self.batch_size)
         return self._draw(generator(self.seed, step, micro), world * self.batch_size, rows)
 
-    def sequential(self, n_sequences: int = 512) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Held-out evaluation batches, always the same, from a stream training never draws."""
-        sizes = [min(self.batch_size, n_sequences - start)
-                 for start in range(0, n_sequences, self.batch_size)]
-        return [self._draw(generator(self.seed, i, 0, HELD_OUT), size, slice(None))
-                for i, size in enumerate(sizes)]
+    def sequential(self, n_sequences: int = 512) -> "HeldOut":
+        """Held-out batches, always the same, from a stream training never draws."""
+        return HeldOut(self, n_sequences)
 
     def _draw(self, rng: np.random.Generator, n: int, rows: slice):
         # 32-bit uniforms: i + u is then exact in float64 and cannot round up into row i + 1.
@@ -165,6 +181,30 @@ class Backcopy:
         if ids.size and (ids.min() < 0 or ids.max() > self.bos):
             raise DataError(f"cannot decode ids {ids.min()}..{ids.max()}: they are 0..{self.bos}")
         return "".join("<|bos|>" if i == self.bos else chr(self.symbols[i]) for i in ids)
+
+
+class HeldOut:
+    """Fixed sequences of the task: iterate for batches (x, y); len() = sequences. What is counted
+    in other texts, bytes and words, the toy does not have: DataError."""
+
+    def __init__(self, task: Backcopy, n_sequences: int):
+        self.task, self.n_sequences = task, n_sequences
+        self.n_targets = n_sequences * task.seq_len
+
+    def __len__(self) -> int:
+        return self.n_sequences
+
+    def __iter__(self):
+        t = self.task
+        for start in range(0, self.n_sequences, t.batch_size):     # the same, however they are cut
+            rows = slice(start, start + t.batch_size)
+            yield t._draw(generator(t.seed, HELD_OUT[t.split]), self.n_sequences, rows)
+
+    @property
+    def n_bytes(self) -> int:
+        raise DataError("the symbols of the toy are no text: no bytes, no words")
+
+    n_words = n_bytes
 
 
 def entropy(p: np.ndarray) -> np.ndarray:

@@ -352,6 +352,24 @@ def load(name_or_path, split: str = "train", *, tokenizer: str | None = None, fo
     return TokenFile.open(paths[split])
 
 
+def open_source(name_or_path, split: str = "train", *, tokenizer: str | None = None):
+    """Where batches come from: a token file, as `load` finds it, or the toy, "backcopy" or
+    "backcopy:CORPUS", which draws them on the fly. Both know their vocab_size, bos, eot, tokenizer,
+    sha256, split, source and path, and have
+
+        windows(T, batch_size, seed=, bos_policy=, ...) -> .batch(step, rank, world, micro), (x, y)
+                                                           .sequential(n), held-out windows in order
+        reader(tokenizer) -> .bos, .decode(ids)            about -> a phrase on their size
+
+    A batch is a pure function of (seed, step), whatever the source. Raises DataError.
+    """
+    name, _, corpus = str(name_or_path).partition(":")
+    if name != "backcopy":
+        return load(name_or_path, split, tokenizer=tokenizer)
+    from data.backcopy import Backcopy      # which imports this module, for its bigrams
+    return Backcopy(corpus or "stdlib", split=split)
+
+
 def _open_split(path: Path, split: str, tokenizer: str | None) -> TokenFile:
     file = TokenFile.open(path)
     if tokenizer and get_tokenizer(tokenizer).name != file.tokenizer:

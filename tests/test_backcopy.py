@@ -1,4 +1,6 @@
-"""Bigram-Backcopy: the rule at every position, the statistics of the table, the exact oracle."""
+"""Bigram-Backcopy: the rule at every position, the statistics of the table, the exact oracle; then
+the task as a source of batches: what eval.py measures on it, and train.py trains on."""
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +12,12 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import eval as evaluation  # noqa: E402
+import train  # noqa: E402
 from data import backcopy  # noqa: E402
 from data.backcopy import Backcopy, bigram_table  # noqa: E402
-from data.prepare import DataError  # noqa: E402
+from data.prepare import DataError, open_source  # noqa: E402
+from model import Config, Transformer, load_checkpoint  # noqa: E402
 
 
 def small_table():
@@ -113,10 +118,12 @@ def test_ranks_share_one_global_batch(task):
 
 
 def test_held_out_batches_are_fixed_and_not_training_ones(task):
-    a, b = task.sequential(100), task.sequential(100)
-    assert [len(x) for x, _ in a] == [64, 36]
+    a, b = list(task.sequential(100)), list(task.sequential(100))
+    assert [len(x) for x, _ in a] == [64, 36] and len(task.sequential(100)) == 100
     assert all((p[0] == q[0]).all() for p, q in zip(a, b))
     assert (a[0][0] != task.batch(0)[0]).any() and (a[1][0] != a[0][0][:36]).any()
+    by_eight = torch.cat([x for x, _ in task.windows(40, 8, seed=3).sequential(70)])
+    assert (by_eight == torch.cat([x for x, _ in a])[:70]).all()    # whatever the batch, the number
 
 
 @pytest.mark.parametrize("seq_len, n_triggers", [(1, 2), (2, 2), (40, 2), (40, 0), (40, 5)])
@@ -196,3 +203,112 @@ def test_the_script_annotates_and_measures(tmp_path):
         if mark == "^":
             assert text[i + 1] == text[i - 1] and marks[i + 1] == "="
     assert marks.count("^") > 5
+
+
+# ------------------------------------------------------------------------- as a source of batches
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    path = tmp_path_factory.mktemp("corpus") / "t.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog\n" * 100)
+    return f"backcopy:{path}"
+
+
+def test_the_toy_and_a_token_file_are_one_kind_of_source(corpus):
+    """Same names, same calls; and the fixed streams of the two splits are not one."""
+    toy = open_source(corpus, "train")
+    file = open_source(corpus.partition(":")[2], "train")
+    for source in (toy, file):
+        windows = source.windows(16, 4, seed=2, bos_policy="window", tokenizer=None)
+        x, y = windows.batch(3, rank=1, world=2, micro=0)
+        assert x.shape == y.shape == (4, 16) and (x[:, 0] == source.bos).all()
+        held = windows.sequential(6)
+        assert len(held) == 6 and held.n_targets == 96
+        assert [len(x) for x, _ in held] == [4, 2]
+        assert windows.bos_policy == "window" and len(source.sha256) == 64
+        reader = source.reader("bytes")
+        assert reader.decode([reader.bos]) == "<|bos|>"
+        assert source.split == "train" and source.about and source.source
+    assert toy.seq_len == 256                   # asking for windows has not changed the source
+    val = open_source(corpus, "val").windows(16, 4)
+    a, b = (next(iter(s.sequential(4)))[0] for s in (toy.windows(16, 4), val))
+    assert (a != b).any() and toy.sha256 == val.sha256
+    with pytest.raises(DataError, match="no bytes"):
+        val.sequential(4).n_bytes
+
+
+def test_the_measures_of_the_toy_on_planted_tensors(task):
+    """Sink and null on non-trigger queries alone, drain and peak as ratios of norms, both losses."""
+    x = task.batch(0)[0]
+    trigger, plain = task.masks(x)
+    toy = evaluation.Toy(task)
+    toy.see(x)
+    probs = torch.zeros(64, 2, 40, 40)
+    probs[..., 0] = torch.where(plain, 0.75, 0.125)[:, None]        # elsewhere the mass is 1/8
+    probs[:, 1, :, 0] /= 3
+    size = torch.ones(40)
+    size[0] = 0.2
+    for l in (0, 2):
+        toy("attn_probs", l, probs * (1 - l / 4))
+        toy("null", l, torch.where(plain, 0.0625 * l, 9.0)[:, None].expand(64, 2, 40))
+        toy("v", l, torch.full((64, 2, 40, 4), 1.5) * (size if l == 0 else 1 / size)[:, None])
+    for l in range(4):
+        toy("stream", l, torch.ones(64, 40, 8) / size[:, None] ** (l / 3))
+    toy.score(torch.where(trigger, 0.5, 2.0).double())
+    found = toy.result()
+    assert np.allclose(found["bos_mass"], [[0.75, 0.25], [0.375, 0.125]])
+    assert np.allclose(found["null_mass"], [[0, 0], [0.125, 0.125]])
+    assert found["value_drain"] == pytest.approx([0.2, 5.0])
+    assert found["residual_peak"] == pytest.approx([1, 5 ** (1 / 3), 5 ** (2 / 3), 5])
+    assert (found["sink"], found["null"], found["drain"], found["peak"]) == pytest.approx(
+        (0.75, 0.125, 0.2, 5))
+    assert (found["markov_loss"], found["copy_loss"]) == pytest.approx((2.0, 0.5))
+    assert found["markov_excess"] == pytest.approx(2 - task.oracle()["markov"])
+
+
+def test_the_losses_of_the_toy_are_parts_of_the_loss(task):
+    """loss = (first + markov + copy, each by its number of queries) / all queries."""
+    model = Transformer(Config(vocab_size=9, n_layer=1, n_head=1, d_model=16, block_size=40))
+    metrics = evaluation.evaluate(model, task, n_sequences=16)
+    toy, val = metrics["backcopy"], metrics["val"]
+    x, y = next(iter(task.windows(40, 16).sequential(16)))
+    trigger, plain = task.masks(x)
+    with torch.no_grad():
+        first = torch.nn.functional.cross_entropy(model(x)[0][:, 0], y[:, 0], reduction="sum")
+    total = first + toy["markov_loss"] * plain.sum() + toy["copy_loss"] * trigger.sum()
+    assert val["loss"] == pytest.approx((total / x.numel()).item(), rel=1e-5)
+    assert val["byte_ppl"] is None and val["word_ppl"] is None
+    assert metrics["protocol"]["bos_policy"] == "window"
+    assert toy["sink"] == pytest.approx(2 * metrics["sinks"]["first_token_mass"], rel=1)
+    assert evaluation.evaluate(model, np.arange(200) % 9, T=16)["backcopy"] is None
+
+
+SMALL = ["--n-layer", "1", "--d-model", "32", "--block-size", "32", "--batch-size", "4", "--steps",
+         "8", "--device", "cpu"]
+
+
+def test_a_run_on_the_toy_is_resumable_and_measured(corpus, tmp_path, capsys):
+    """4 steps + resume + 4 equal 8; probes and metrics.json carry the measures of the toy."""
+    flags = [*SMALL, "--data", corpus, "--probe-every", "4"]
+    assert train.main([*flags, "--out", str(tmp_path / "a")]) == 0
+    out = capsys.readouterr().out
+    assert "toy: value drain" in out and "drawn on the fly" in out
+    assert train.main([*flags, "--out", str(tmp_path / "b"), "--stop-after", "4"]) == 0
+    assert train.main(["--resume", "--out", str(tmp_path / "b"), "--no-eval"]) == 0
+    a, b = (load_checkpoint(str(tmp_path / run)) for run in "ab")
+    assert all(torch.equal(a["model"][name], b["model"][name]) for name in a["model"])
+    assert a["run"]["size"] == "toy" and a["config"]["n_head"] == 1
+    rows = [[row for row in train.read_log(str(tmp_path / run)) if "val_loss" not in row]
+            for run in "ab"]                        # stopping adds a validation loss
+    assert rows[0] == rows[1]
+    probes = [row["probe"]["backcopy"] for row in rows[0] if "probe" in row]
+    assert len(probes) == 2 and probes[0]["markov_loss"] != probes[1]["markov_loss"]
+    metrics = json.loads((tmp_path / "a" / "metrics.json").read_text())
+    assert metrics["backcopy"]["oracle"]["copy"] == 0 and metrics["val"]["byte_ppl"] is None
+
+
+def test_requests_that_the_toy_cannot_meet_are_one_line(corpus, tmp_path, capsys):
+    for flags, words in ((["--bos", "none"], "BOS at position 0"), (["--data", "backcopy:nowhere"],
+                                                                    "no corpus or file")):
+        assert train.main([*SMALL, "--data", corpus, "--out", str(tmp_path / "x"), *flags]) == 2
+        assert words in capsys.readouterr().err
