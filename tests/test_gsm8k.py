@@ -130,7 +130,7 @@ def tiny(block=512, seed=0, **fields):
     model = Transformer(config).eval()
     with torch.no_grad():
         for p in model.parameters():
-            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) * 0.1)
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) * 0.3)
     return model
 
 
