@@ -176,12 +176,12 @@ def saved_bytes(model, T: int) -> int:
 
     def pack(x):
         if x.untyped_storage().data_ptr() not in weights:
-            kept[x.untyped_storage().data_ptr()] = x.untyped_storage()      # alive: no address twice
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage()  # so no address comes twice
         return x
 
     tokens = torch.randint(model.config.vocab_size, (1, T))                         # (1, T)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), \
-            torch.autocast("cpu", torch.bfloat16):
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+    with hooks, torch.autocast("cpu", torch.bfloat16):
         model(tokens, tokens)
     return sum(storage.nbytes() for storage in kept.values())
 
@@ -205,8 +205,8 @@ def section_plan(peak: float = 312e12, share: float = 0.35):
             short, long = saved_bytes(model, 32), saved_bytes(model, 64)
             slope = (long - short) / 32
             fixed, each = 16 * n + short - 32 * slope, slope * T
-            print(f"| {size} | {arm} | {n / 1e6:.0f} M | {tokens / 1e6:.0f} M | {flops / 1e9:.2f} | "
-                  f"{tokens * flops / peak / share / 3600:.1f} | {fixed / 1e9:.1f} + "
+            print(f"| {size} | {arm} | {n / 1e6:.0f} M | {tokens / 1e6:.0f} M | {flops / 1e9:.2f}"
+                  f" | {tokens * flops / peak / share / 3600:.1f} | {fixed / 1e9:.1f} + "
                   f"{each / 1e9:.2f} x {B} = {(fixed + each * B) / 1e9:.0f} |", flush=True)
 
 

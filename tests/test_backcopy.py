@@ -238,7 +238,7 @@ def test_the_toy_and_a_token_file_are_one_kind_of_source(corpus):
 
 
 def test_the_measures_of_the_toy_on_planted_tensors(task):
-    """Sink and null on non-trigger queries alone, drain and peak as ratios of norms, both losses."""
+    """Sink and null on non-trigger queries, drain and peak as ratios of norms, both losses."""
     x = task.batch(0)[0]
     trigger, plain = task.masks(x)
     toy = evaluation.Toy(task)
