@@ -486,20 +486,24 @@ class Depth:
 
 
 class Nulls:
-    """The attention that heads leave unspent, per layer and head; 0 where softmax sums to one."""
+    """The attention that heads leave unspent, per layer and head; 0 where softmax sums to one. And
+    what they spend on a learned key, which is no token either (--attn-bias)."""
 
-    names = {"null"}
+    names = {"null", "bias_mass"}
 
     def __init__(self):
         self.mean = Means()
 
-    def __call__(self, name, l, null):
-        self.mean.add(("null", l), null, over=(0, 2))                               # (B, H, T)
+    def __call__(self, name, l, mass):
+        self.mean.add((name, l), mass, over=(0, 2))                                 # (B, H, T)
 
     def result(self) -> dict:
         per_head = self.mean.stack("null")                                          # (layers, H)
+        bias = self.mean.stack("bias_mass") if self.mean.depth("bias_mass") else None
         return {"token_mass": per_head.mean().item(), "layers": self.mean.depth("null"),
-                "per_head": per_head.tolist()}
+                "per_head": per_head.tolist(),
+                "bias_mass": None if bias is None else bias.mean().item(),
+                "bias_per_head": None if bias is None else bias.tolist()}
 
 
 class NoOps:
@@ -581,7 +585,7 @@ class Toy:
     to add, and what it does there, on *non-trigger* queries, is what a sink is.
     """
 
-    names = {"attn_probs", "null", "v", "stream"}
+    names = {"attn_probs", "null", "bias_mass", "v", "stream"}
 
     def __init__(self, task):
         self.task, self.mean = task, Means()
@@ -591,7 +595,7 @@ class Toy:
         self.trigger, self.plain = self.task.masks(x)                               # (B, T) x 2
 
     def __call__(self, name, l, x):
-        if name in ("attn_probs", "null"):
+        if name in ("attn_probs", "null", "bias_mass"):
             mass = x[..., 0] if name == "attn_probs" else x                         # (B, H, T)
             self.mean.add((name, l), mass.transpose(1, 2)[self.plain])              # (queries, H)
         else:
@@ -605,17 +609,21 @@ class Toy:
             self.mean.add(name, nll[mask])                                          # (queries,)
 
     def result(self) -> dict:
-        """bos_mass, null_mass: attention of non-trigger queries to BOS and to nothing, (layers, H).
-        value_drain: norm of BOS' value over the mean norm of the others', by layer; residual_peak:
-        the same of the residual, after every sublayer. sink, drain and peak are their maxima, null
-        that of null_mass; drain is the value_drain of the layer with the largest sink. markov_loss
-        (non-trigger queries) and copy_loss (trigger queries) in nats, beside the oracle's.
+        """bos_mass, null_mass, bias_mass: what non-trigger queries pay to BOS, to nothing and to
+        the learned key of --attn-bias, (layers, H). value_drain: norm of BOS' value over the mean
+        norm of the others', by layer; residual_peak: the same of the residual, after every sublayer.
+        sink, null, bias and peak are their maxima; drain is the value_drain of the layer with the
+        largest sink. markov_loss (non-trigger queries) and copy_loss (trigger queries) in nats,
+        beside the oracle's.
         """
         mean, oracle = self.mean, self.task.oracle()
         bos, null = mean.stack("attn_probs"), mean.stack("null")                    # (layers, H)
+        bias = mean.stack("bias_mass") if mean.depth("bias_mass") else None
         drain = mean.stack("v", "bos") / mean.stack("v", "rest")                    # (layers)
         peak = mean.stack("stream", "bos") / mean.stack("stream", "rest")           # (L)
         return {"sink": bos.max().item(), "null": null.max().item(),
+                "bias": None if bias is None else bias.max().item(),
+                "bias_mass": None if bias is None else bias.tolist(),
                 "drain": drain[bos.amax(1).argmax()].item(), "peak": peak.max().item(),
                 "markov_loss": mean["markov"].item(), "copy_loss": mean["copy"].item(),
                 "oracle": oracle, "markov_excess": mean["markov"].item() - oracle["markov"],
@@ -906,9 +914,11 @@ COLUMNS = [     # header, path in metrics.json, format: how `compare` reads a ru
     ("BOS concentration", "structure.decoded.bos_concentration", ".2f"),
     ("BOS conc., unit rms", "structure.decoded.bos_concentration_unit_rms", ".2f"),
     ("mean commit gate", "structure.commit.mean", ".3f"),
-    ("null mass", "null.token_mass", ".3f"), ("depth max", "depth.max_weight", ".3f"),
+    ("null mass", "null.token_mass", ".3f"), ("attention-bias mass", "null.bias_mass", ".3f"),
+    ("depth max", "depth.max_weight", ".3f"),
     ("toy: BOS mass, non-trigger", "backcopy.sink", ".3f"),
     ("toy: null mass, non-trigger", "backcopy.null", ".3f"),
+    ("toy: bias mass, non-trigger", "backcopy.bias", ".3f"),
     ("toy: value drain", "backcopy.drain", ".2f"), ("toy: residual peak", "backcopy.peak", ".2f"),
     ("toy: Markov loss - oracle", "backcopy.markov_excess", ".3f"),
     ("toy: copy loss", "backcopy.copy_loss", ".3f")]

@@ -83,6 +83,7 @@ class Config:
     null_init: float = 0.0        # first value of the learned null logit (normalizer="sink")
     clip_gamma: float = -12 / 512
     clip_zeta: float = 1.0
+    attn_bias: bool = False       # one learned key and value more, which every query may attend to
     gate: str = "none"            # GATES
     gate_init: float = 0.25       # initial opening of the bondarenko gate
     # depth: how a sublayer reads the layers below
@@ -287,6 +288,37 @@ class OutputGate(nn.Module):
         return g.sigmoid().unflatten(-1, self.shape)                            # (B, T, H|1, D|1)
 
 
+class ExtraKey(nn.Module):
+    """Explicit attention biases (Sun et al., arXiv 2402.17762): one learned key k' and value v' in
+    front of the others, for each key/value head, N(0, 0.02^2). [Sun 5.5]
+
+        out_t = softmax([q_t k', q_t k_1, ..., q_t k_t] / sqrt D) [v', v_1, ..., v_t]
+
+    A sink that need not be a token: the paper's reading is that a model wants a constant bias v',
+    and makes one of the first token if it is not given one. k' is never rotated, which with rotary
+    positions is a key at position 0, where the first token stands. k' = v' = 0 is Softmax1.
+    """
+
+    def __init__(self, config: Config):
+        super().__init__()
+        self.key = nn.Parameter(torch.empty(config.n_kv_head, config.head_dim))
+        self.value = nn.Parameter(torch.empty(config.n_kv_head, config.head_dim))
+
+    def forward(self, k, v, mask):
+        """k, v (B, G, S, D), mask (B, 1, 1, S) or None -> the same with S + 1 keys."""
+        own = (x.to(k.dtype)[:, None].expand(len(k), -1, 1, -1) for x in (self.key, self.value))
+        k, v = (torch.cat(pair, dim=2) for pair in zip(own, (k, v)))                # (B, G, 1+S, D)
+        return k, v, None if mask is None else F.pad(mask, (1, 0), value=True)
+
+    @staticmethod
+    def mass(q, k, how: dict):
+        """What each query pays to the extra key, (B, H, T): the output where its value is 1 and all
+        other values are 0, so no attention matrix is built."""
+        first = torch.zeros_like(k)                                                 # (B, G, 1+S, D)
+        first[:, :, 0] = 1
+        return attend(q, k, first, **how)[0][..., 0]                                # (B, H, T)
+
+
 class Attention(nn.Module):
     """Causal self-attention with grouped heads. Returns its output and the mass it left unspent."""
 
@@ -303,6 +335,7 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(D, config.norm_eps) if qk_norm else nn.Identity()
         sink = config.normalizer == "sink"
         self.null_logit = nn.Parameter(torch.full((H,), config.null_init)) if sink else None
+        self.extra = ExtraKey(config) if config.attn_bias else None
         self.gate = OutputGate(config) if config.gate != "none" else None
 
     def init_special(self):
@@ -319,27 +352,35 @@ class Attention(nn.Module):
             q, k = rotate(q, ctx.cos, ctx.sin), rotate(k, ctx.cos, ctx.sin)
         if ctx.cache is not None:
             k, v = ctx.cache.append(self.index, k, v)                               # (B, G, S, D)
-        how = dict(normalizer=c.normalizer, null_logit=self.null_logit, mask=ctx.mask,
+        keys, values, mask = k, v, ctx.mask
+        if self.extra is not None:
+            keys, values, mask = self.extra(k, v, mask)                             # (B, G, 1+S, D)
+        how = dict(normalizer=c.normalizer, null_logit=self.null_logit, mask=mask,
                    gamma=c.clip_gamma, zeta=c.clip_zeta)
-        out, null = attend(q, k, v, **how)                          # (B, H, T, D), (B, H, T)
+        out, null = attend(q, keys, values, **how)                  # (B, H, T, D), (B, H, T)
         gate = None
         if self.gate is not None:
             gate = self.gate(u, ctx)                                                # (B, T, H, D)
             out = out * gate.transpose(-3, -2)                                      # (B, H, T, D)
         if ctx.record is not None:
-            self.tell(ctx.record, q, k, v, out, null, gate, how)
+            self.tell(ctx.record, q, keys, v, out, null, gate, how)
         y = self.wo(out.transpose(1, 2).flatten(-2))                                # (B, T, d)
         return y, null.mean(1)                                                      # (B, T)
 
-    def tell(self, record: Record, q, k, v, out, null, gate, how):
-        """Report what one attention computed; only here is an attention matrix ever wanted."""
+    def tell(self, record: Record, q, keys, v, out, null, gate, how):
+        """Report what one attention computed; only here is an attention matrix ever wanted. keys:
+        with the extra one, if there is one; "k" and "attn_probs" are those of the tokens alone."""
         l = self.index * (1 if self.config.ffn == "none" else 2)
+        k = keys[:, :, keys.shape[2] - v.shape[2]:]                                 # (B, G, S, D)
         for name, x in (("q", q), ("k", k), ("v", v), ("head_out", out), ("null", null),
                         ("gate", gate)):
             if x is not None and wanted(record, name):
                 record(name, l, x)
+        if self.extra is not None and wanted(record, "bias_mass"):
+            record("bias_mass", l, self.extra.mass(q, keys, how))                   # (B, H, T)
         if wanted(record, "attn_probs"):
-            record("attn_probs", l, attention_probs(q, k, **how)[0])                # (B, H, T, S)
+            probs = attention_probs(q, keys, **how)[0]                              # (B, H, T, 1+S)
+            record("attn_probs", l, probs[..., keys.shape[2] - v.shape[2]:])        # (B, H, T, S)
 
 
 class FeedForward(nn.Module):
@@ -535,7 +576,7 @@ class Transformer(nn.Module):
         gradient, decay alone would move a softplus bias from -5 to -0.7 in 100k steps."""
         groups = {"decay": [], "no_decay": []}
         for name, p in self.named_parameters():
-            free = name.startswith("residual.") or ".gate." in name or p.ndim < 2
+            free = is_mechanism(name) or p.ndim < 2
             groups["no_decay" if free else "decay"].append(name)
         return groups
 
@@ -706,7 +747,8 @@ def config_from(saved: dict, **overrides) -> Config:
 
 def is_mechanism(name: str) -> bool:
     """Does a parameter belong to a mechanism, or to the backbone that all architectures share?"""
-    return name.startswith("residual.") or ".gate." in name or name.endswith("null_logit")
+    return name.startswith("residual.") or ".gate." in name or ".extra." in name \
+        or name.endswith("null_logit")
 
 
 def check_fit(own: dict, found: dict, path: str):
@@ -936,6 +978,7 @@ PRESETS = {
     "entmax15": {"normalizer": "entmax15"},
     "sink": {"normalizer": "sink"},
     "gated": {"gate": "bondarenko"},
+    "kv-bias": {"attn_bias": True},
     # Attention Residuals: Kimi's operator (arXiv 2603.15031)
     "attnres": {"residual": "attnres"},
     "attnres-block": {"residual": "attnres", "depth_block": 4},

@@ -363,10 +363,13 @@ class QuantizedAttention(nn.Module):
             q, k = rotate(q, ctx.cos, ctx.sin), rotate(k, ctx.cos, ctx.sin)
         if ctx.cache is not None:
             k, v = ctx.cache.append(a.index, k, v)                                  # (B, G, S, D)
-        how = dict(normalizer=c.normalizer, null_logit=a.null_logit, mask=ctx.mask,
+        keys, values, mask = k, v, ctx.mask
+        if a.extra is not None:
+            keys, values, mask = a.extra(k, v, mask)                                # (B, G, 1+S, D)
+        how = dict(normalizer=c.normalizer, null_logit=a.null_logit, mask=mask,
                    gamma=c.clip_gamma, zeta=c.clip_zeta)
-        probs, null = attention_probs(q, k, **how)              # (B, H, T, S), (B, H, T)
-        heads = wide(v).repeat_interleave(q.shape[1] // v.shape[1], dim=1)          # (B, H, S, D)
+        probs, null = attention_probs(q, keys, **how)           # (B, H, T, S), (B, H, T)
+        heads = wide(values).repeat_interleave(q.shape[1] // v.shape[1], dim=1)     # (B, H, S, D)
         out = (self.probs(probs) @ heads).to(v.dtype).transpose(1, 2)               # (B, T, H, D)
         out = self.context(out.flatten(-2)).unflatten(-1, (-1, D))                  # (B, T, H, D)
         gate = None
@@ -374,7 +377,7 @@ class QuantizedAttention(nn.Module):
             gate = a.gate(u, ctx)                                                   # (B, T, H, D)
             out = out * gate                                                        # (B, T, H, D)
         if ctx.record is not None:
-            a.tell(ctx.record, q, k, v, out.transpose(1, 2), null, gate, how)
+            a.tell(ctx.record, q, keys, v, out.transpose(1, 2), null, gate, how)
         return a.wo(out.flatten(-2)), null.mean(1)              # (B, T, d), (B, T)
 
 

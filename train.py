@@ -126,6 +126,7 @@ MODEL_HELP = {
     "normalizer": "token softmax: softmax | softmax1 | clipped | sparsemax | entmax15 | sink",
     "null_init": "first value of the learned null logit (sink)",
     "clip_gamma": "lower stretch of the clipped softmax", "clip_zeta": "its upper stretch",
+    "attn_bias": "one learned key and value more per head, for all queries (Sun et al.)",
     "gate": "gate on head outputs: none | channel | head | single (-static) | position | token | "
             "bondarenko", "gate_init": "initial opening of the bondarenko gate",
     "residual": "standard | ledger | hc2 | delta | attnres | oasis",

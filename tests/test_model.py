@@ -10,9 +10,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from model import (FFNS, GATES, NORMS, PRESETS, CheckpointError, Config, KVCache, Transformer,
-                   clean_state_dict, config_from, load_checkpoint, load_model, load_weights,
-                   rope_table, rotate, sample, save_checkpoint)
+from model import (FFNS, GATES, NORMS, PRESETS, RESIDUALS, CheckpointError, Config, KVCache,
+                   Transformer, clean_state_dict, config_from, load_checkpoint, load_model,
+                   load_weights, rope_table, rotate, sample, save_checkpoint)
 
 TINY = dict(vocab_size=61, n_layer=2, n_head=2, d_model=32, head_dim=16, d_ff=48, block_size=24)
 VARIANTS = {f"preset {name}": fields for name, fields in PRESETS.items()}
@@ -65,7 +65,8 @@ def test_recording_changes_nothing(variant):
     probs, null = seen["attn_probs", 0], seen["null", 0]
     assert torch.equal(probs, probs.tril())
     if model.config.normalizer != "clipped":
-        assert torch.allclose(probs.sum(-1) + null, torch.ones_like(null), atol=1e-6)
+        spent = probs.sum(-1) + null + seen.get(("bias_mass", 0), 0)
+        assert torch.allclose(spent, torch.ones_like(null), atol=1e-6)
     last = max(l for name, l in seen if name == "stream")
     assert last == model.config.n_sublayer - 1
     normed = model.final_norm(seen["stream", last])
@@ -85,6 +86,31 @@ def test_cache_equals_full_forward(variant):
         padded = F.pad(tokens, (4, 0), value=3)
         mask = torch.arange(15)[None] >= 4
         assert torch.allclose(model(padded, pad_mask=mask)[0][:, 4:], truth, atol=1e-9)
+
+
+MECHANISMS = [{"norm": name} for name in NORMS if name != "pre"]
+MECHANISMS += [{"ffn": name} for name in FFNS if name != "swiglu"]
+MECHANISMS += [{"gate": name} for name in GATES if name != "none"]
+MECHANISMS += [{"attn_bias": True}, {"qk_norm": True}, {"n_head": 4, "head_dim": 6}]
+
+
+@pytest.mark.parametrize("residual", RESIDUALS)
+def test_every_mechanism_composes_with_every_residual(residual):
+    """It changes the model, looks at no later token, and decodes from a cache as it reads."""
+    tokens, base = ids(1, 9), None
+    changed = tokens.clone()
+    changed[:, 6] = (changed[:, 6] + 1) % TINY["vocab_size"]
+    for fields in [{}, *MECHANISMS]:
+        model = build(residual=residual, **fields)
+        with torch.no_grad():
+            truth, other = model(tokens)[0], model(changed)[0]
+            cache = KVCache(model.config, 1, 9, dtype=torch.float64)
+            parts = [model(tokens[:, :5], cache=cache)[0], model(tokens[:, 5:], cache=cache)[0]]
+        assert torch.equal(truth[:, :6], other[:, :6]), fields
+        assert (truth[:, 6:] - other[:, 6:]).abs().max() > 1e-6, fields
+        assert torch.allclose(torch.cat(parts, 1), truth, atol=1e-9), fields
+        base = truth if base is None else base
+        assert not fields or (truth - base).abs().max() > 1e-6, fields
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

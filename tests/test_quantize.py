@@ -195,7 +195,11 @@ VARIANTS = {**{name: dict(preset=name) for name in PRESETS},
             "gpt": dict(pos="learned", ffn="gelu", ffn_bias=True), "tied": dict(tied_head=True),
             "gqa": dict(n_head=4, n_kv_head=2), "attention-only": dict(ffn="none"),
             **{norm: dict(norm=norm) for norm in ("sandwich", "sandwich-qk", "dyt", "post")},
-            **{f"gate-{gate}": dict(gate=gate) for gate in ("channel", "head", "token")},
+            **{f"gate-{gate}": dict(gate=gate) for gate in ("channel", "head", "token", "position",
+                                                            "single-static")},
+            "linear-ffn": dict(ffn="linear"), "dyt-oasis": dict(preset="oasis", norm="dyt"),
+            "sandwich-ledger": dict(preset="ledger", norm="sandwich", gate="single"),
+            "kv-bias-attnres": dict(preset="attnres", attn_bias=True, n_kv_head=1),
             "ledger-cap": dict(preset="ledger", ledger_cap=3.0, ledger_gamma=0.5)}
 
 
