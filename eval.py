@@ -21,6 +21,7 @@ Read first: the formulas, small functions; then one probe, `Sinks`; then `evalua
     python eval.py runs/NAME               metrics.json and figures/ in the run's folder
     python eval.py runs/A runs/B           also one table (Markdown, CSV) and one figure
     python eval.py PATH --gsm8k FILE       Pass@1 instead (data/gsm8k.py)
+    python eval.py PATH --stream 128:4     loss with a sliding cache instead
 
 Shapes: B sequences, T tokens, S keys, H heads, d width, L sublayers; l counts sublayers from 0
 (attention even, feed-forward odd), so the block number of arXiv 2603.05498 is l + 1.
@@ -48,7 +49,7 @@ from tqdm import tqdm
 from data import gsm8k
 from data.prepare import (DataError, Sequential, TokenFile, Windows, get_tokenizer,
                           open_source)
-from model import find_pretrained, load_checkpoint, load_model
+from model import KVCache, find_pretrained, load_checkpoint, load_model
 
 EPSILON = 0.3          # a head whose first-token attention exceeds this is a sink head
 SINK_TOKENS = 64       # context of the sink measures [Gu 5.4] [Spike 3.3]
@@ -663,15 +664,16 @@ def are_windows(tokens) -> bool:
 
 
 def open_windows(model, tokens, *, T=None, n_sequences=64, batch_size=8, bos_policy="none",
-                 tokenizer=None, bos=None, eot=None):
-    """Whatever evaluate accepts -> iterable of (x, y) batches that knows its counts."""
+                 tokenizer=None, bos=None, eot=None, streamed=False):
+    """Whatever evaluate accepts -> iterable of (x, y) batches that knows its counts. streamed: a
+    window may be longer than the learned positions, for the model never sees it whole."""
     vocab, block = model.config.vocab_size, model.config.block_size
     if is_source(tokens) and tokens.vocab_size > vocab:
         raise EvalError(f"{tokens.path} has a vocabulary of {tokens.vocab_size}, the model one of "
                         f"{vocab}")
     if min(1 if T is None else T, n_sequences, batch_size) < 1:
         raise EvalError("T, n_sequences and batch_size must be at least 1")
-    if T is not None and T > block and model.config.pos == "learned":
+    if T is not None and T > block and model.config.pos == "learned" and not streamed:
         raise EvalError(f"T={T} is longer than the model's {block} learned positions")
     if not is_source(tokens):
         tokens = np.asarray(tokens.cpu() if torch.is_tensor(tokens) else tokens)
@@ -839,6 +841,86 @@ def evaluate(model, tokens, *, T: int | None = None, n_sequences: int = 64, batc
         "structure": structure | {"commit": commits.result()},
         "depth": routing and routing | {"negative_entropy": posteriors.result()},
         "null": nulls.result() | {"no_op": noops.result()}}
+
+
+# -------------------------------------------------------------------------------------- streaming
+
+STREAM_KEEP = 4         # tokens that the other half of each comparison keeps [Streaming 3.2]
+
+
+def parse_stream(spec: str) -> tuple[int, int]:
+    """"WINDOW[:KEEP]" -> (window, keep)."""
+    window, _, keep = spec.partition(":")
+    if not (window.isdecimal() and (keep.isdecimal() or not keep)):
+        raise EvalError(f"--stream {spec}: give WINDOW or WINDOW:KEEP, in tokens")
+    return int(window), int(keep or 0)
+
+
+@torch.no_grad()
+def stream_nll(model, x, y, window: int, keep: int = 0, chunk: int = 1) -> torch.Tensor:
+    """Loss of every token of streams far longer than the cache. x, y (B, N) -> (B, N), fp64.
+
+    The cache holds at most `window` tokens, `keep` of them the stream's first [Streaming 3.2].
+    Tokens come `chunk` at a time, after as many of the oldest others have been forgotten; so each
+    sees window - chunk + 1 to window tokens, itself included, at positions counted inside the
+    cache. Nothing is computed again: above the first layer the keys and values that stay still
+    hold what they read from tokens since forgotten.
+    """
+    config, weight = model.config, model.embed.weight
+    cache = KVCache(config, len(x), window, weight.device, weight.dtype)
+    losses = []
+    for part, target in zip(x.split(chunk, 1), y.split(chunk, 1)):                  # (B, chunk)
+        cache.slide(config, part.shape[1], keep)
+        logits = model(part.to(weight.device), cache=cache)[0]                      # (B, chunk, V)
+        losses.append(token_nll(logits, target.to(weight.device)))
+    return torch.cat(losses, 1)                                                     # (B, N)
+
+
+def measure_stream(model, tokens, specs, *, n_tokens: int | None = None, n_streams: int = 8,
+                   chunk: int | None = None, progress: bool = False, **options) -> dict:
+    """Does the model break when its first token leaves the cache? -> {"128:0": {...}, ...}.
+
+    specs: (window, keep) pairs; to the first window keep 0 and keep 4 are added, whose difference
+    in loss is `delta`: above 0, the model needed the tokens that were forgotten only because they
+    were the first. loss: mean nats per token after the window is full, over n_streams pieces of
+    the text, each n_tokens long (default 8 windows); loss_before: until then, equal for all keeps.
+    curve: mean loss of each quarter window. chunk: a sixteenth of the window unless given.
+    options: open_windows' bos_policy, tokenizer, ...
+    """
+    model, first = unwrap(model), specs[0][0]
+    specs = list(dict.fromkeys([*specs, (first, 0), (first, STREAM_KEEP)]))
+    widest = max(window for window, _ in specs)
+    n_tokens = n_tokens or 8 * widest
+    check_streams(model, specs, n_tokens, chunk)
+    windows = open_windows(model, tokens, T=n_tokens, n_sequences=n_streams, batch_size=n_streams,
+                           streamed=True, **options)
+    x, y = next(iter(windows))                                                      # (B, N)
+    found = {"protocol": {"n_tokens": n_tokens, "n_streams": len(x), "positions": "in the cache",
+                          "chunk": {window: chunk or max(1, window // 16) for window, _ in specs},
+                          "data": getattr(tokens, "source", "array"), **options}}
+    with evaluating(model):
+        for window, keep in tqdm(specs, "stream", disable=None if progress else True, leave=False):
+            nll = stream_nll(model, x, y, window, keep, chunk or max(1, window // 16)).mean(0)
+            size = max(1, window // 4)
+            found[f"{window}:{keep}"] = {
+                "loss": nll[window:].mean().item(), "loss_before": nll[:window].mean().item(),
+                "curve": [part.mean().item() for part in nll.split(size)], "curve_step": size}
+    delta = found[f"{first}:0"]["loss"] - found[f"{first}:{STREAM_KEEP}"]["loss"]
+    return found | {"delta": delta}
+
+
+def check_streams(model, specs, n_tokens: int, chunk: int | None):
+    """One line for windows that cannot be streamed."""
+    block = model.config.block_size
+    for window, keep in specs:
+        if window < 2 or keep + (chunk or max(1, window // 16)) > window:
+            raise EvalError(f"a window of {window} has no room for {keep} kept and "
+                            f"{chunk or max(1, window // 16)} new tokens")
+        if window > block and model.config.pos == "learned":
+            raise EvalError(f"a window of {window} is longer than the model's {block} learned "
+                            "positions")
+        if n_tokens <= window:
+            raise EvalError(f"{n_tokens} tokens never fill a window of {window}")
 
 
 # ------------------------------------------------------------------------------- files and tables
@@ -1115,6 +1197,23 @@ def draw_commits(commit: dict):
     return fig
 
 
+def draw_stream(stream: dict):
+    """Loss against position, a line for each window and number of tokens kept."""
+    fig, (ax,) = new_figure(8, 3.8)
+    specs = [key for key in stream if ":" in key]
+    looks = zip(specs, (RED, BLUE, "#009E73", "#E69F00", "#CC79A7", "#56B4E9") * 9, "os^Dv*" * 9)
+    for spec, color, marker in looks:
+        (window, keep), entry = spec.split(":"), stream[spec]
+        at = [(i + 0.5) * entry["curve_step"] for i in range(len(entry["curve"]))]
+        ax.plot(at, entry["curve"], color=color, marker=marker, ms=3, lw=1.2,
+                label=f"window {window}, first {keep} kept: {entry['loss']:.3f}")
+        ax.axvline(int(window), color="dimgray", lw=0.8, ls=":")
+    ax.set(xlabel="position in the stream (dotted: the window is full)", ylabel="nats per token",
+           title=f"Streaming: forgetting the first tokens costs {stream['delta']:+.3f}")
+    ax.legend(frameon=False, title="mean loss after that")
+    return fig
+
+
 def draw_comparison(runs: list[tuple[str, dict]]):
     """Six measures of several runs, a panel each, bars in the order given."""
     wanted = ("val.loss", "outliers.max_inf_norm.layer_outputs", "outliers.kurtosis.sequence",
@@ -1321,11 +1420,32 @@ def gsm8k_options(args) -> dict:
                 max_new_tokens=args.max_new_tokens, batch_size=args.batch_size)
 
 
+def report_stream(model, run: dict, folder: str, specs: list[str], *, data=None, bos=None,
+                  draw: bool = True, **options) -> dict:
+    """Loss with a sliding cache: print it, draw figures/stream.png -> for metrics.json."""
+    options["bos_policy"] = bos or run.get("bos") or "none"
+    found = measure_stream(model, text_of(run, data), [parse_stream(spec) for spec in specs],
+                           progress=True, **options)
+    rows = [[*key.split(":"), f"{entry['loss_before']:.4f}", f"{entry['loss']:.4f}"]
+            for key, entry in found.items() if ":" in key]
+    print(markdown(["window", "kept", "loss before it is full", "after"], rows))
+    if draw:
+        path = os.path.join(folder, "figures", "stream.png")
+        print(f"figure   {save_figure(draw_stream(found), path)}")
+    return found
+
+
 def measure_apart(path: str, args, out: str | None):
     """The measurements that replace the usual ones when their flag is given."""
     model, run, folder = open_run(path, args.device, args.download)
-    found = {"gsm8k": report_gsm8k(model, run, out or folder, args.gsm8k, **gsm8k_options(args))}
-    print(f"metrics  {save_metrics(out or folder, found)}")
+    folder, found = out or folder, {}
+    if args.gsm8k:
+        found["gsm8k"] = report_gsm8k(model, run, folder, args.gsm8k, **gsm8k_options(args))
+    if args.stream:
+        found["stream"] = report_stream(model, run, folder, args.stream, data=args.data,
+                                        bos=args.bos, draw=not args.no_figures,
+                                        n_tokens=args.stream_tokens, n_streams=args.batch_size)
+    print(f"metrics  {save_metrics(folder, found)}")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -1353,6 +1473,12 @@ def build_parser() -> argparse.ArgumentParser:
                      "a pretrained folder)")
     run.add_argument("--download", action="store_true", help="a hub id may be fetched")
     run.add_argument("--no-figures", action="store_true", help="numbers only")
+    stream = parser.add_argument_group("streaming")
+    stream.add_argument("--stream", action="append", metavar="WINDOW[:KEEP]",
+                        help="loss over a long text with a cache of WINDOW tokens that never "
+                        "forgets the first KEEP (may be given several times)")
+    stream.add_argument("--stream-tokens", type=int, metavar="N",
+                        help="length of each of --batch-size streams (default: 8 windows)")
     add_gsm8k_flags(parser)
     return parser
 
@@ -1368,7 +1494,7 @@ def main(argv: list[str] | None = None) -> int:
             raise EvalError(f"--eps {args.eps:g} must lie between 0 and 1")
         for path, name in zip(args.paths, names):
             out = os.path.join(args.out, name) if args.out and several else args.out
-            if args.gsm8k:
+            if args.gsm8k or args.stream:
                 measure_apart(path, args, out)
                 continue
             runs.append((name, report_run(

@@ -224,6 +224,27 @@ class KVCache:
         self.v[i, :, :, self.length:end] = v
         return self.k[i, :, :, :end], self.v[i, :, :, :end]                         # (B, G, S, D)
 
+    @torch.no_grad()
+    def slide(self, config: Config, new: int, keep: int = 0):
+        """Make room for `new` tokens by forgetting the oldest but for the first `keep`, as
+        StreamingLLM does [Streaming 3.2]. Positions are places in the cache, never above its
+        length: the tokens that stay move up, and their rotary keys are turned back by as many
+        places, R(p - s) k = R(-s) R(p) k. Learned positions were added to the input and stay."""
+        gone = self.length + new - self.k.shape[-2]
+        if gone <= 0:
+            return
+        if keep + new > self.k.shape[-2]:
+            raise ValueError(f"{keep} kept and {new} new tokens do not fit in a cache of "
+                             f"{self.k.shape[-2]}")
+        old, place = slice(keep + gone, self.length), slice(keep, self.length - gone)
+        k = self.k[..., old, :].clone()                                         # (n, B, G, S, D)
+        if config.pos == "rope":
+            back = rope_table(torch.tensor([-gone], device=k.device), config)       # (1, D/2) x 2
+            k = rotate(k.float(), *back)                                        # (n, B, G, S, D)
+        self.k[..., place, :] = k
+        self.v[..., place, :] = self.v[..., old, :].clone()
+        self.length -= gone
+
 
 class Context(NamedTuple):
     """What every sublayer of one forward pass shares."""

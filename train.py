@@ -666,6 +666,7 @@ SIZE_OF_OUTLIERS = [("max inf norm, all", "outliers.max_inf_norm.all_hooks", ".1
                     ("max inf norm, layers", "outliers.max_inf_norm.layer_outputs", ".1f"),
                     ("kurtosis", "outliers.kurtosis.sequence", ".1f")]
 VAL = [("val loss", "val.loss", ".4f")]
+STREAM = [("stream Δ", "stream.delta", "+.3f")]     # cost of losing the first tokens, in nats
 
 STUDIES = {
     "ledger": Study(
@@ -679,7 +680,7 @@ STUDIES = {
             ("BOS conc., unit rms", "structure.decoded.bos_concentration_unit_rms", ".2f"),
             ("mean c", "structure.commit.mean", ".3f"),
             ("commit entropy", "structure.commit.entropy", ".2f")]
-        + CONTINUOUS + THRESHOLD + SIZE_OF_OUTLIERS + [
+        + CONTINUOUS + THRESHOLD + STREAM + SIZE_OF_OUTLIERS + [
             ("w8 Δ loss", "quant.w8.delta_loss", "+.4f"),
             ("w4 Δ loss", "quant.w4.delta_loss", "+.4f")],
         schemes=["w8", "w4", "w8a8", "w4a4"],
@@ -691,7 +692,7 @@ STUDIES = {
             "attnres-oasis", "oasis-token", "oasis-depth", "oasis-both", "oasis", "oasis-clip",
             "oasis-gated", "oasis-sparsemax", "oasis-entmax15", "attnres", "attnres-block",
             "vanilla", "outeffhop")},
-        columns=VAL + SIZE_OF_OUTLIERS + CONTINUOUS + THRESHOLD + [
+        columns=VAL + SIZE_OF_OUTLIERS + CONTINUOUS + THRESHOLD + STREAM + [
             ("token null mass", "null.token_mass", ".3f"),
             ("depth max weight", "depth.max_weight", ".3f"),
             ("depth entropy", "depth.entropy", ".2f"), ("depth null", "depth.null_mass", ".3f"),
@@ -727,8 +728,10 @@ def run_study(args) -> int:
             print(f"failed: {', '.join(failed)}; see train.log in their folders", file=sys.stderr)
             return 1
     folders = [os.path.join(out, f"{arm}-s{seed}") for arm in arms for seed in range(args.seeds)]
-    for folder in tqdm(folders, "quantize", disable=None, leave=False):
+    for folder in tqdm(folders, "measure", disable=None, leave=False):
         measure_quantized(folder, study.schemes)
+        if STREAM[0] in study.columns:
+            measure_streamed(folder)
     report_study(study, arms, args.seeds, out)
     return 0
 
@@ -743,6 +746,16 @@ def measure_quantized(folder: str, schemes: list[str]):
                                    calibration=quantize.calibration_batches(model, run),
                                    bos_policy=run["bos"])
         evaluation.save_metrics(folder, {"quant": results})
+
+
+def measure_streamed(folder: str):
+    """The loss with a cache of half a context, first tokens forgotten or kept, once."""
+    if "stream" not in evaluation.read_metrics(folder):
+        model, run, _ = evaluation.open_run(folder)
+        found = evaluation.measure_stream(model, evaluation.text_of(run, None),
+                                          [(model.config.block_size // 2, 0)],
+                                          bos_policy=run["bos"])
+        evaluation.save_metrics(folder, {"stream": found})
 
 
 def report_study(study: Study, arms, seeds: int, out: str):

@@ -16,7 +16,7 @@ from train import STUDIES, build_parser
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SOURCES = [*ROOT.glob("*.py"), *(ROOT / "data").glob("*.py")]
-NAMES = "OASIS|Ledger|AttnRes|Spike|Gu|Bondarenko|Backcopy|Sun"
+NAMES = "OASIS|Ledger|AttnRes|Spike|Gu|Bondarenko|Backcopy|Sun|Streaming"
 TAG = re.compile(rf"\[((?:{NAMES}) \d+(?:\.\d+)*(?:[,;] (?:(?:{NAMES}) )?\d+(?:\.\d+)*)*)\]")
 
 
