@@ -36,7 +36,8 @@ from softmax1 import clipped_softmax, entmax15, softmax1, sparsemax
 
 BETA_MAX = 10.0        # coupling strength never exceeds this          [OASIS 1.4]
 LOGIT_MAX = 50.0       # routing logits are clamped to [-50, 50]       [OASIS 1.3]
-ROUTER_INITS = ("zero", "recent", "index")
+ROUTER_INITS = ("zero", "recent", "index", "identity")
+IDENTITY_STEP = 12.0   # router_init="identity": index bias per candidate; exp(-12) is 6e-6
 
 
 # --------------------------------------------------------------------------------- the references
@@ -223,7 +224,10 @@ class AttnRes(nn.Module):
         """Zero queries: all readers start with the uniform mean, the residual up to scale.
 
         The readers' norm divides the scale out only above its eps: the mean of n sources is n
-        times smaller than their sum, and at depth 1e-6 is no longer small beside its square.
+        times smaller than their sum, and at depth 1e-6 is no longer small beside its square. With
+        near_identity a reader therefore reads n times the mean, at zero queries exactly the stream
+        of the standard residual, in the block form too; softmax1, whose null starts with one share
+        of n + 1, reads n + 1 times its weighted sum. What the null takes later is a smaller stream.
         """
         self.query.zero_()
         self.key_gain.fill_(1)
@@ -268,6 +272,8 @@ class AttnRes(nn.Module):
         w = depth_weights(g, c.depth_normalizer, c.clip_gamma, c.clip_zeta)         # (B, T, n)
         tell(state.record, "depth_weights", l, lambda: w.movedim(-1, 0))
         tell(state.record, "depth_null", l, lambda: depth_null(g, w, c.depth_normalizer))
+        if c.near_identity:
+            w = w * (len(sources) + (c.depth_normalizer == "softmax1"))             # (B, T, n)
         return mix(w, sources)                                                      # (B, T, d)
 
     def write(self, state, l: int, u, y, null):
@@ -308,27 +314,32 @@ class Site(nn.Module):
         """router_init zero: r = 0, q and k with the spread of nn.Linear's own U(+-1/sqrt d).
         recent and index: r = 8, q and k ~ N(0, (0.02 / sqrt a)^2). Never all zero: the gradient of
         a product needs one factor. (The matrices come as N(0, 0.02^2), drawn by name.)
+        identity, for pretrained streams: r = IDENTITY_STEP and q = 0, because a stream that holds
+        a spike of 1e4 saturates any random q . k. W_q moves first, W_k as soon as it has.
         """
-        zero = self.config.router_init == "zero"
-        scale = 1 / (0.02 * math.sqrt(3 * self.config.d_model)) if zero else 1 / math.sqrt(self.a)
-        self.wq.weight.mul_(scale)
+        init = self.config.router_init
+        scale = 1 / (0.02 * math.sqrt(3 * self.config.d_model)) if init == "zero" \
+            else 1 / math.sqrt(self.a)
+        self.wq.weight.mul_(0.0 if init == "identity" else scale)
         self.wk.weight.mul_(scale)
-        self.recency.fill_(0.0 if zero else 8.0)
+        self.recency.fill_({"zero": 0.0, "identity": IDENTITY_STEP}.get(init, 8.0))
         if self.b is not None:
             self.b.fill_(-5)
 
     def bias(self, n: int):
         """Recency bias of n candidates, the newest last: (n,).
 
-        r i / (n-1), from 0 to r however deep the model is; "index": r (i - n + 2), a step of r for
-        each candidate. Then, with e = exp(-r) and scores near zero, the newest weighs at least
-        1 - e by softmax and (1 - e) / (1 + e - e^2) by softmax1: over 0.999 at any depth for r = 8.
+        r i / (n-1), from 0 to r however deep the model is; index, identity: r (i - n + 2), a step
+        of r for each candidate. Then, with e = exp(-r) and scores near zero, the newest weighs at
+        least 1 - e by softmax and (1 - e) / (1 + e - e^2) by softmax1: over 0.999 at any depth for
+        r = 8, and the null of softmax1 about e.
 
         r = 8 does not suit sparse normalisers: they drop what lies 1 (sparsemax) or 2 (entmax15)
         below the top, so with few candidates the newest takes all and no logit gets a gradient.
         """
         i = torch.arange(n, device=self.recency.device, dtype=self.recency.dtype)   # (n,)
-        return self.recency * (i - n + 2 if self.config.router_init == "index" else i / (n - 1))
+        by_index = self.config.router_init in ("index", "identity")
+        return self.recency * (i - n + 2 if by_index else i / (n - 1))
 
 
 class OasisRouter(nn.Module):

@@ -477,12 +477,13 @@ class Depth:
         values = lambda key: [self.mean[key, l].item() for l in self.mean.depth(key)]
         relative = [self.mean["entropy", l].item() / math.log(max(2, len(weights[l])))
                     for l in chosen]
+        beta = list(self.scalar["depth_beta"].values())
         return {"max_weight": average("max"), "entropy": average("entropy"),
                 "entropy_relative": float(np.mean(relative)), "null_mass": average("depth_null"),
                 "sites": sites, "weights": list(weights.values()),
                 "max_weight_per_site": values("max"), "null_per_site": values("depth_null"),
                 "psi_per_layer": values("psi"),
-                "beta": list(self.scalar["depth_beta"].values()) or None,
+                "beta": beta or None, "beta_mean": float(np.mean(beta)) if beta else None,
                 "recency": list(self.scalar["depth_recency"].values()) or None}
 
 
@@ -804,8 +805,8 @@ def evaluate(model, tokens, *, T: int | None = None, n_sequences: int = 64, batc
     tokens: a source (a data.TokenFile, or the toy), a 1-d array or tensor of ids (cut into windows
     of T, by default the model's block_size), or an (N, T + 1) array of windows. tokenizer, bos, eot
     are the file's, or may be given for arrays (bytes and words are counted only with a tokenizer).
-    protocol: further entries for the protocol. light: loss, `massive`, `sinks` and, of the toy,
-    `backcopy` only, for probes during training.
+    protocol: further entries for the protocol. light: only loss, `massive`, `sinks`, kurtosis, null
+    mass, a router's summary and, of the toy, `backcopy`, for probes during training.
     Deterministic, touches no random generator, leaves the model in the mode it was in.
     Raises EvalError or DataError: ids outside the vocabulary, a text shorter than a window.
     """
@@ -817,7 +818,7 @@ def evaluate(model, tokens, *, T: int | None = None, n_sequences: int = 64, batc
     outliers, channels, commits = Outliers(kinds), Channels(), Commits(len(kinds))
     depth, nulls, noops, posteriors = Depth(), Nulls(), NoOps(), Posteriors(kinds)
     toy = [Toy(windows.task)] if hasattr(windows, "task") else []
-    probes = [spikes, sinks, *toy] if light else \
+    probes = [spikes, sinks, outliers, depth, nulls, *toy] if light else \
         [spikes, sinks, outliers, channels, commits, depth, nulls, noops, posteriors, *toy]
     with evaluating(model):
         nll, shown = run_passes(model, windows, probes, batch_size, progress)
@@ -830,12 +831,15 @@ def evaluate(model, tokens, *, T: int | None = None, n_sequences: int = 64, batc
                | (protocol or {}), "val": measure_val(nll, windows),
                "massive": massive, "sinks": sinks.result(),
                "backcopy": toy[0].result() if toy else None}
-    if light:
-        return metrics
     inf_norm, kurtosis = outliers.result()
+    routing = depth.result()
+    if light:
+        few = ("max_weight", "entropy", "null_mass", "beta", "beta_mean", "recency")
+        return metrics | {
+            "outliers": {"max_inf_norm": inf_norm, "kurtosis": kurtosis}, "null": nulls.result(),
+            "depth": routing and {key: routing[key] for key in few}}
     sizes, structure = channels.result(kinds)
     kurtosis |= sizes.pop("kurtosis")
-    routing = depth.result()
     return metrics | {
         "outliers": {"max_inf_norm": inf_norm, "kurtosis": kurtosis, **sizes},
         "structure": structure | {"commit": commits.result()},

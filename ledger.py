@@ -38,6 +38,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 OPEN, SHUT = 30.0, -30.0      # a sigmoid's bias for 1 and 0, up to 1e-13
+NEAR = 12.0                   # for near_identity: 6e-6 from 0 and 1, where a gradient still flows
 EPS = 1e-6                    # shortest erase direction that is divided by its length
 
 
@@ -58,11 +59,13 @@ class Site(nn.Module):
 
     Gates depend on their input through a map that starts at zero, so at first they are constants:
     erase 0.047, write 0.953, commit rising with depth from 0.018 to 0.982; writes and commits are
-    verbatim; the scratch stream is read alone.
+    verbatim; the scratch stream is read alone. With near_identity the gates stand near the
+    last-commit corner instead, at +-NEAR: a pretrained function is kept, and can be left.
     """
 
     def __init__(self, d: int, r: int, depth: float):
         super().__init__()
+        self.gate_bias = 3.0
         self.commit_bias = -4.0 + 8.0 * depth       # depth: 0 at the first sublayer, 1 at the last
         self.read_gain = nn.Parameter(torch.zeros(d))          # lambda
         self.erase = LowRank(d, r, bias=True)                  # W_e
@@ -75,8 +78,8 @@ class Site(nn.Module):
     def init_special(self):
         for map_ in (self.erase, self.write, self.write_delta, self.commit_delta):
             map_.up.weight.zero_()
-        self.erase.up.bias.fill_(-3.0)
-        self.write.up.bias.fill_(3.0)
+        self.erase.up.bias.fill_(-self.gate_bias)
+        self.write.up.bias.fill_(self.gate_bias)
         self.commit.weight.zero_()
         self.commit.bias.fill_(self.commit_bias)
         self.read_gain.zero_()
@@ -223,6 +226,10 @@ class Ledger(nn.Module):
         last = max(1, config.n_sublayer - 1)
         self.sites = nn.ModuleList(Site(config.d_model, config.ledger_rank, l / last)
                                    for l in range(config.n_sublayer))
+        if config.near_identity:
+            for site in self.sites:
+                site.gate_bias, site.commit_bias = NEAR, -NEAR
+            self.sites[-1].commit_bias = NEAR
 
     def start(self, x, record=None):
         return SimpleNamespace(D=x, C=torch.zeros_like(x), opened=[], record=record)
@@ -286,18 +293,20 @@ class HyperConnection2(nn.Module):
         h = r . (s_1, s_2)        s_i <- sum_j W_ij s_j + o_i y        decode s_1 + s_2
 
     Starts at r = o = (1/2, 1/2), W = 1 [Ledger 2.6]. Each stream starts at half the embedding,
-    which is our choice: the model then starts as the standard one, up to the norms' epsilon.
+    which is our choice: the model then starts as the standard one, up to the norms' epsilon. With
+    near_identity r = (1, 1): what is read is the standard stream itself, not its half.
     """
 
     def __init__(self, config):
         super().__init__()
         L = config.n_sublayer
+        self.first_read = 1.0 if config.near_identity else 0.5
         self.read_mix = nn.Parameter(torch.empty(L, 2))
         self.width_mix = nn.Parameter(torch.empty(L, 2, 2))
         self.out_mix = nn.Parameter(torch.empty(L, 2))
 
     def init_special(self):
-        self.read_mix.fill_(0.5)
+        self.read_mix.fill_(self.first_read)
         self.width_mix.copy_(torch.eye(2).expand_as(self.width_mix))
         self.out_mix.fill_(0.5)
 

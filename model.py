@@ -81,6 +81,7 @@ class Config:
     # tokens: how a head spends its attention
     normalizer: str = "softmax"   # softmax1.NORMALIZERS
     null_init: float = 0.0        # first value of the learned null logit (normalizer="sink")
+    null_start: float = 0.0       # softmax1's null logit before `anneal_null` brings it to 0
     clip_gamma: float = -12 / 512
     clip_zeta: float = 1.0
     attn_bias: bool = False       # one learned key and value more, which every query may attend to
@@ -92,7 +93,8 @@ class Config:
     depth_block: int = 0          # AttnRes: sublayers per block; 0 is full (every output a source)
     coupling: bool = False        # token null mass lowers a branch's routing logit
     coupling_detach: bool = False
-    router_init: str = "recent"   # OasisRouter: zero | recent | index
+    router_init: str = "recent"   # OasisRouter: zero | recent | index | identity
+    near_identity: bool = False   # attnres, ledger, hc2 start as the plain residual: see CONVERSION
     ledger_rank: int = 0          # 0: min(64, d/8)
     ledger_gamma: float = 0.0     # share of the scratch stream in what is decoded
     ledger_cap: float = 0.0       # largest token norm of the committed stream; 0: no cap
@@ -354,14 +356,18 @@ class Attention(nn.Module):
         qk_norm = config.qk_norm or config.norm == "sandwich-qk"
         self.q_norm = RMSNorm(D, config.norm_eps) if qk_norm else nn.Identity()
         self.k_norm = RMSNorm(D, config.norm_eps) if qk_norm else nn.Identity()
-        sink = config.normalizer == "sink"
-        self.null_logit = nn.Parameter(torch.full((H,), config.null_init)) if sink else None
+        if config.normalizer == "sink":
+            self.null_logit = nn.Parameter(torch.full((H,), config.null_init))      # (H)
+        else:       # softmax1's is annealed, not learned: a part of the state all the same
+            annealed = config.normalizer == "softmax1" and config.null_start
+            self.register_buffer("null_logit", torch.tensor(annealed) if annealed else None)    # ()
         self.extra = ExtraKey(config) if config.attn_bias else None
         self.gate = OutputGate(config) if config.gate != "none" else None
 
     def init_special(self):
         if self.null_logit is not None:
-            self.null_logit.fill_(self.config.null_init)
+            learned = self.config.normalizer == "sink"
+            self.null_logit.fill_(self.config.null_init if learned else self.config.null_start)
 
     def forward(self, u, ctx: Context, null=None):
         """u (B, T, d) -> y (B, T, d), head-mean null mass (B, T)."""
@@ -589,6 +595,14 @@ class Transformer(nn.Module):
             record("embedding", 0, x0)
         return Context(x0, positions, cos, sin, mask, cache, record)
 
+    @torch.no_grad()
+    def anneal_null(self, share: float):
+        """Softmax1's null logit becomes share * null_start in every head: 1 leaves the softmax of
+        the pretrained model, 0 is Softmax1. Our extension; nothing to do where null_start is 0."""
+        for name, logit in self.named_buffers():
+            if name.endswith("null_logit"):
+                logit.fill_(share * self.config.null_start)
+
     # ------------------------------------------------------------------------------- accounting
 
     def decay_groups(self) -> dict[str, list[str]]:
@@ -767,7 +781,7 @@ def config_from(saved: dict, **overrides) -> Config:
 
 
 def is_mechanism(name: str) -> bool:
-    """Does a parameter belong to a mechanism, or to the backbone that all architectures share?"""
+    """Does a tensor belong to a mechanism, or to the backbone that all architectures share?"""
     return name.startswith("residual.") or ".gate." in name or ".extra." in name \
         or name.endswith("null_logit")
 
@@ -783,12 +797,16 @@ def check_fit(own: dict, found: dict, path: str):
                               + (f"; and {len(wrong) - 8} more" if len(wrong) > 8 else ""))
 
 
-def load_weights(model: Transformer, state: dict, path: str = "checkpoint"):
-    """Strict load that names what does not fit."""
-    state = clean_state_dict(state)
-    check_fit({n: t.shape for n, t in model.state_dict().items()},
+def load_weights(model: Transformer, state: dict, path: str = "checkpoint",
+                 convert: bool = False):
+    """Strict load that names what does not fit. convert: a mechanism that the state does not know
+    keeps its initial values, and `model.new_parameters` names them."""
+    state, own = clean_state_dict(state), model.state_dict()
+    new = {n for n in own if convert and is_mechanism(n) and n not in state}
+    check_fit({n: t.shape for n, t in own.items() if n not in new},
               {n: t.shape for n, t in state.items()}, path)
-    model.load_state_dict(state)
+    model.load_state_dict(state, strict=False)
+    model.new_parameters = tuple(n for n, _ in model.named_parameters() if n in new)
 
 
 def load_model(path: str, *, dtype: torch.dtype = torch.float32, download: bool = False,
@@ -803,9 +821,27 @@ def load_model(path: str, *, dtype: torch.dtype = torch.float32, download: bool 
         return model, {"config": dataclasses.asdict(model.config), "model": model.state_dict(),
                        "run": run}
     payload = load_checkpoint(path)
-    model = Transformer(config_from(payload["config"], **overrides))
-    load_weights(model, payload["model"], path)
+    model = Transformer(config_from(payload["config"], **overrides), seed)
+    load_weights(model, payload["model"], path, convert=bool(overrides))
     return model.to(dtype), payload
+
+
+# What a conversion sets unless told otherwise, so that the pretrained function is where training
+# starts; each entry is inert where its mechanism is not.
+#
+# | mechanism       | start                                               | what remains     |
+# |-----------------|-----------------------------------------------------|------------------|
+# | AttnRes         | zero queries; reads n sum alpha_i v_i, the stream   | rounding         |
+# | OASIS router    | W_q = 0, an index bias of IDENTITY_STEP a candidate | exp(-step)       |
+# | Ledger          | last-commit corner, its gates at +-NEAR, not +-30   | exp(-NEAR)       |
+# | hc2             | reads the sum of its two streams                    | rounding         |
+# | softmax1        | null logit -30, brought to 0 by `anneal_null`       | rounding         |
+# | sink            | learned null logit -20: lower has no gradient       | exp(-20 - lse)   |
+# | bondarenko gate | open                                                | 1e-4 of a head   |
+#
+# delta, clipped, sparsemax, entmax15 and the other gates have no such start.
+CONVERSION = {"near_identity": True, "router_init": "identity", "null_start": -30.0,
+              "null_init": -20.0, "gate_init": 0.9999}
 
 
 # -------------------------------------------------------------------------- pretrained backbones

@@ -3,6 +3,7 @@
     python train.py --arch ledger --sparsity high         # nano, offline, a few minutes on a CPU
     python train.py --arch oasis --size 160m --data fineweb-edu
     python train.py --study ledger --seeds 3              # every arm x seed, then the table
+    python train.py --init-from FOLDER --arch oasis       # from pretrained weights, kept as such
     torchrun --nproc-per-node 8 train.py ...              # the same batches on 8 GPUs
 
 A preset (--arch) is a named set of the mechanism flags, and each flag overrides it. A run is a
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -33,8 +35,9 @@ from tqdm import tqdm
 import eval as evaluation
 import quantize
 from data.prepare import DataError, open_source
-from model import (PRESETS, SIZES, CheckpointError, Config, Transformer, load_checkpoint,
-                   load_weights, save_checkpoint)
+from model import (CONVERSION, PRESETS, SIZES, CheckpointError, Config, Transformer, config_from,
+                   find_pretrained, find_tokenizer, hf_config, is_mechanism, load_checkpoint,
+                   load_model, load_weights, save_checkpoint)
 from softmax1 import describe
 
 
@@ -49,6 +52,7 @@ class Recipe:
     """How to train, beside what to train (model.Config). Saved with every run."""
     arch: str = "vanilla"
     size: str = "nano"
+    init_from: str = ""           # pretrained folder, hub id or run; "": from scratch
     data: str = "stdlib"
     tokenizer: str = "bytes"
     bos: str = "window"           # none | document | window
@@ -64,10 +68,13 @@ class Recipe:
     beta2: float = 0.95
     weight_decay: float = 0.1
     clip: float = 1.0
+    null_warmup: int = 0          # steps in which softmax1's null logit goes from null_start to 0
     loss_min: int = 0             # positions of the context that the loss counts, [min, max)
     loss_max: int = 0             # 0: all
     eval_every: int = 200
+    eval_sequences: int = 0       # 0: 48 in training, 64 at the end
     probe_every: int = 0
+    probe_sequences: int = 0      # 0: 16, or more where they are short
     dtype: str = "auto"           # auto | float32 | bfloat16
 
 
@@ -88,14 +95,26 @@ RECIPES = {
     "290m": {"data": "fineweb-edu", "tokenizer": "gpt2", "bos": "none", "steps": 8000,
              "batch_size": 16, "lr": 3e-4, "warmup": 300, "beta2": 0.999, "eval_every": 500},
 }
+# for --init-from, or asked for by name; block_size is the training context
+FINETUNING = {
+    "short": {"steps": 200, "batch_size": 4, "block_size": 512, "lr": 5e-5, "warmup": 20,
+              "bos": "none", "eval_every": 100, "probe_every": 25},
+}
 SPARSITY = {"none": 0.0, "low": 0.05, "high": 0.3}
+WHAT = ("arch", "size", "init_from", "data", "tokenizer", "bos", "seed")
 CHOICES = {"arch": list(PRESETS), "size": list(SIZES), "bos": ["none", "document", "window"],
            "schedule": ["cosine", "linear"], "dtype": ["auto", "float32", "bfloat16"]}
 # what --resume may change: nothing that changes the numbers
-FREE_ON_RESUME = {"micro_batch", "eval_every", "probe_every"}
+FREE_ON_RESUME = {"micro_batch", "eval_every", "eval_sequences", "probe_every",
+                  "probe_sequences"}
+FIELDS = [f.name for f in dataclasses.fields(Config)]
+MECHANISM = FIELDS[FIELDS.index("normalizer"):]     # the fields before it are the backbone's
 
 RECIPE_HELP = {
     "arch": "preset of mechanism flags", "size": "shape and recipe",
+    "init_from": "start from the weights of a Llama or Qwen3 folder, hub id or run; a mechanism "
+                 "that they lack is added in such a way that the function stays (published starts: "
+                 "--no-near-identity, --router-init recent, --gate-init 0.25, --null-warmup 0)",
     "data": "corpus name, text or token file (see data/prepare.py), or backcopy[:CORPUS], the toy "
             "task, which brings --size toy",
     "tokenizer": "bytes, gpt2, or the path of a tokenizer.json",
@@ -110,10 +129,14 @@ RECIPE_HELP = {
     "beta1": "AdamW's first moment", "beta2": "AdamW's second moment",
     "weight_decay": "on the backbone's matrices; gains, biases, gates, queries never decay",
     "clip": "largest gradient norm",
+    "null_warmup": "steps in which softmax1's null logit rises from --null-start to 0: our "
+                   "extension, for pretrained weights (half of --steps there; 0: at 0 at once)",
     "loss_min": "first context position that the loss counts",
     "loss_max": "position from which the loss counts no more (0: all)",
     "eval_every": "steps between validation losses and checkpoints",
+    "eval_sequences": "windows of a validation loss and of the final evaluation (0: 48 and 64)",
     "probe_every": "steps between measurements of sinks and spikes (0: never)",
+    "probe_sequences": "windows of such a measurement (0: 4096 tokens, at least 16 windows)",
     "dtype": "auto: bfloat16 where the machine has it in hardware, else float32",
 }
 MODEL_HELP = {
@@ -125,6 +148,7 @@ MODEL_HELP = {
     "ffn": "swiglu | gelu | linear | none", "tied_head": "head shares the embedding's weight",
     "normalizer": "token softmax: softmax | softmax1 | clipped | sparsemax | entmax15 | sink",
     "null_init": "first value of the learned null logit (sink)",
+    "null_start": "softmax1's null logit before --null-warmup brings it to 0",
     "clip_gamma": "lower stretch of the clipped softmax", "clip_zeta": "its upper stretch",
     "attn_bias": "one learned key and value more per head, for all queries (Sun et al.)",
     "gate": "gate on head outputs: none | channel | head | single (-static) | position | token | "
@@ -134,7 +158,8 @@ MODEL_HELP = {
     "depth_block": "sublayers per block of attnres (0: full)",
     "coupling": "a branch's token null mass lowers its routing logit (OASIS)",
     "coupling_detach": "no gradient through that null mass (ablation)",
-    "router_init": "oasis router: zero | recent | index",
+    "router_init": "oasis router: zero | recent | index | identity",
+    "near_identity": "attnres, ledger and hc2 start as the plain residual (set by --init-from)",
     "ledger_rank": "rank of ledger's maps (0: d/8, at most 64)",
     "ledger_gamma": "share of the scratch stream that is decoded",
     "ledger_cap": "largest token norm of the committed stream (0: none)",
@@ -153,9 +178,11 @@ def build_parser() -> argparse.ArgumentParser:
     mechanism = parser.add_argument_group("shape and mechanisms (each overrides the preset)")
     running = parser.add_argument_group("running")
     study = parser.add_argument_group("studies")
+    how.add_argument("--recipe", choices=list(FINETUNING), help="a named set of these flags; each "
+                     "overrides it (default with --init-from: short)")
     for field in dataclasses.fields(Recipe):
         choices = CHOICES.get(field.name)
-        group = what if field.name in ("arch", "size", "data", "tokenizer", "bos", "seed") else how
+        group = what if field.name in WHAT else how
         add_flag(group, field, f"{RECIPE_HELP[field.name]} (default {field.default})", choices)
     what.add_argument("--sparsity", help="weight of ledger's commit penalty: none (0), low (0.05), "
                       "high (0.3), or a number; the released code's arm is 0.02")
@@ -172,6 +199,7 @@ def build_parser() -> argparse.ArgumentParser:
                          "on a GPU and on long runs")
     running.add_argument("--grad-checkpoint", action="store_true", help="recompute sublayers in "
                          "the backward pass: less memory, more time")
+    running.add_argument("--download", action="store_true", help="fetch the hub id of --init-from")
     running.add_argument("--no-eval", action="store_true", help="train only; eval.py can measure "
                          "later")
     study.add_argument("--study", choices=list(STUDIES), help="train every arm of a comparison")
@@ -198,10 +226,14 @@ def given(args, cls) -> dict:
 
 
 def resolve(args) -> tuple[Recipe, dict]:
-    """Command line -> recipe and Config fields: defaults < size < preset < flags."""
-    size = args.size or size_for(args.data)
-    recipe = Recipe(**{**RECIPES[size], "size": size, **given(args, Recipe)})
-    shape = {**SIZES[size], **PRESETS[recipe.arch], **given(args, Config)}
+    """Command line -> recipe and Config fields: defaults < size < recipe < preset < flags."""
+    size, named = args.size or size_for(args.data), dict(FINETUNING.get(args.recipe, {}))
+    context = {"block_size": named.pop("block_size")} if named else {}
+    if args.init_from:
+        recipe, shape = resolve_pretrained(args)
+    else:
+        recipe = Recipe(**{**RECIPES[size], **named, "size": size, **given(args, Recipe)})
+        shape = {**SIZES[size], **context, **PRESETS[recipe.arch], **given(args, Config)}
     if args.sparsity is not None:
         if shape.get("residual") != "ledger":
             raise UsageError(f"--sparsity is the ledger's penalty, and {recipe.arch} has no ledger")
@@ -213,6 +245,54 @@ def resolve(args) -> tuple[Recipe, dict]:
 def size_for(data: str | None) -> str:
     """The size that goes without saying: the toy task has its own."""
     return "toy" if data and data.partition(":")[0] == "backcopy" else "nano"
+
+
+@functools.cache
+def source_of(path: str, download: bool = False) -> tuple[dict, dict]:
+    """Config fields of pretrained weights, and what is known of how they were made."""
+    folder = find_pretrained(path, download)
+    if folder is None:
+        payload = load_checkpoint(path)
+        return dataclasses.asdict(config_from(payload["config"])), payload.get("run") or {}
+    return dataclasses.asdict(hf_config(folder)), {"tokenizer": find_tokenizer(folder)}
+
+
+def is_plain(fields: dict) -> bool:
+    """Has this Config no mechanism yet?"""
+    return all(fields[name] == getattr(Config, name)
+               for name in ("normalizer", "attn_bias", "gate", "residual"))
+
+
+def resolve_pretrained(args) -> tuple[Recipe, dict]:
+    """--init-from: source < conversion < preset < flags. The backbone is the source's, and so is
+    its mechanism, if it has one: only what is plain can be converted."""
+    if args.size:
+        raise UsageError(f"--size {args.size} does not go with --init-from, whose weights have one")
+    source, run = source_of(args.init_from, args.download)
+    plain, asked = is_plain(source), given(args, Recipe)
+    recipe = {"arch": run.get("arch", "vanilla"), **FINETUNING[args.recipe or "short"]}
+    recipe |= {"size": os.path.basename(os.path.normpath(args.init_from)), **asked}
+    context = min(recipe.pop("block_size"), source["block_size"])
+    recipe["tokenizer"] = asked.get("tokenizer") or run.get("tokenizer")
+    if not recipe["tokenizer"]:
+        raise UsageError(f"{args.init_from} has no tokenizer.json: give --tokenizer")
+    preset = PRESETS[recipe["arch"]] if plain or args.arch else {}
+    shape = {**source, "block_size": context, **(CONVERSION if plain else {}), **preset,
+             **given(args, Config)}
+    recipe.setdefault("null_warmup", recipe.get("steps", Recipe.steps) // 2 if plain else 0)
+    if plain and not recipe["null_warmup"] and args.null_start is None:
+        shape["null_start"] = 0.0
+    fixed = [name for name in FIELDS if name not in ("block_size", "sparsity")
+             and not (plain and name in MECHANISM)]
+    differ = [f"{name}={shape[name]}, not {source[name]}" for name in fixed
+              if shape[name] != source[name]]
+    if differ:
+        raise UsageError(f"{args.init_from} cannot become {', '.join(differ)}: the shape of the "
+                         "weights, and a mechanism that they have, stay")
+    if shape["block_size"] > source["block_size"]:
+        raise UsageError(f"--block-size {shape['block_size']}: {args.init_from} was made for "
+                         f"{source['block_size']} positions")
+    return Recipe(**recipe), shape
 
 
 def number(text: str) -> float:
@@ -233,6 +313,8 @@ def check_recipe(r: Recipe):
     if r.lr <= 0 or r.clip <= 0 or r.weight_decay < 0 or not 0 <= r.min_lr <= 1:
         raise UsageError("--lr and --clip must be positive, --weight-decay at least 0, --min-lr in "
                          "[0, 1]")
+    if not 0 <= r.null_warmup < r.steps:
+        raise UsageError(f"--null-warmup {r.null_warmup} must end before --steps {r.steps}")
     if r.loss_max and r.loss_max <= r.loss_min:
         raise UsageError(f"--loss-max {r.loss_max} must exceed --loss-min {r.loss_min}")
 
@@ -299,8 +381,12 @@ class Trainer:
         self.source, self.val_source = (
             open_source(recipe.data, split, tokenizer=recipe.tokenizer)
             for split in ("train", "val"))
+        vocab = shape["vocab_size"] if recipe.init_from else self.source.vocab_size
+        if self.source.vocab_size > vocab:
+            raise UsageError(f"{recipe.data} has a vocabulary of {self.source.vocab_size}, "
+                             f"{recipe.init_from} one of {vocab}")
         try:
-            self.config = Config(**{**shape, "vocab_size": self.source.vocab_size})
+            self.config = Config(**{**shape, "vocab_size": vocab})
         except ValueError as error:
             raise UsageError(str(error)) from None
         share = recipe.micro_batch * machine.world or recipe.batch_size
@@ -315,10 +401,39 @@ class Trainer:
         if self.windows.bos_policy != recipe.bos:
             raise UsageError(f"--bos {recipe.bos}: {self.source.source} has BOS at position 0 of "
                              f"every sequence, --bos {self.windows.bos_policy}")
-        self.model = Transformer(self.config, seed=recipe.seed).to(machine.device)
+        self.model = self.first_model().to(machine.device)
         self.model.grad_checkpoint = args.grad_checkpoint
         self.optimizer = optimizer_for(self.model, recipe, machine.device)
         self.begin, self.data_sha256, self.wrapped = 0, self.source.sha256, None
+        self.logit_gap = None       # of a conversion: see `measure_gap`
+
+    def first_model(self) -> Transformer:
+        """The model before its first step: fresh, or converted from pretrained weights. A resumed
+        run takes its weights from its own checkpoint and does not ask for the others again."""
+        r = self.recipe
+        if not r.init_from or self.args.resume:
+            return Transformer(self.config, seed=r.seed)
+        return load_model(r.init_from, download=self.args.download, seed=r.seed,
+                          **dataclasses.asdict(self.config))[0]
+
+    @torch.no_grad()
+    def measure_gap(self) -> float | None:
+        """max |delta logit| / max |logit| of the converted model against the untouched one, in fp32
+        on two windows of at most 256 tokens. None where nothing was converted. The untouched model
+        is made of the same tensors, so this takes two forward passes and no second copy."""
+        source = source_of(self.recipe.init_from, self.args.download)[0]
+        if not is_plain(source) or is_plain(dataclasses.asdict(self.config)):
+            return None
+        with torch.device("meta"):
+            plain = Transformer(Config(**source))
+        shared = {n: t for n, t in self.model.state_dict().items() if not is_mechanism(n)}
+        plain.load_state_dict(shared, assign=True)
+        apart = largest = 0.0
+        for row in self.windows.batch(0)[0][:2, None, :256].to(self.machine.device):    # (1, T)
+            truth, logits = plain(row)[0], self.model(row)[0]                           # (1, T, V)
+            apart = max(apart, (logits - truth).abs().max().item())
+            largest = max(largest, truth.abs().max().item())
+        return apart / largest
 
     # ----------------------------------------------------------------------------- learning
 
@@ -327,6 +442,8 @@ class Trainer:
         lr = learning_rate(step, self.recipe)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        if self.recipe.null_warmup:
+            self.model.anneal_null(max(0.0, 1 - step / self.recipe.null_warmup))
         total = penalty = 0.0
         for micro in range(self.accumulate):
             x, y = self.windows.batch(step, self.machine.rank, self.machine.world, micro)  # (B, T)
@@ -361,9 +478,9 @@ class Trainer:
         return y                                                                    # (B, T)
 
     @torch.no_grad()
-    def validate(self, n_sequences: int = 48) -> float:
+    def validate(self) -> float:
         """Mean cross-entropy in nats per token over fixed windows of the held-out split."""
-        total = count = 0
+        total, count, n_sequences = 0, 0, self.recipe.eval_sequences or 48
         for x, y in self.val_windows.sequential(n_sequences):
             with self.machine.autocast():
                 logits, _ = self.model(x.to(self.machine.device))                   # (B, T, V)
@@ -382,6 +499,8 @@ class Trainer:
                    disable=not self.machine.main or None, dynamic_ncols=True)
         start = time.perf_counter()
         with StopRequest() as stop:
+            if log and r.probe_every and not self.begin:
+                log.write({"step": -1, "probe": self.probe()})
             for step in bar:
                 row, done = self.step(step), step + 1
                 rate = tokens * (done - self.begin) / (time.perf_counter() - start)
@@ -394,7 +513,7 @@ class Trainer:
                     if done % r.eval_every == 0 or done == end or stop.asked:
                         self.save(done)      # before evaluating: a run killed there resumes here
                         log.write({"step": step, "val_loss": self.validate()})
-                    if r.probe_every and done % r.probe_every == 0:
+                    if r.probe_every and (done % r.probe_every == 0 or done == r.steps):
                         log.write({"step": step, "probe": self.probe()})
                 if stop.asked:
                     raise KeyboardInterrupt
@@ -413,8 +532,10 @@ class Trainer:
     def probe(self) -> dict:
         """Sinks and spikes of the model as it is now, cheaply. See eval.evaluate(light=True)."""
         block = self.config.block_size
-        return evaluation.evaluate(self.model, self.val_source, light=True, T=block,
-                                   n_sequences=max(16, 4096 // block), bos_policy=self.recipe.bos)
+        return evaluation.evaluate(
+            self.model, self.val_source, light=True, T=block, bos_policy=self.recipe.bos,
+            batch_size=min(8, self.rows) if self.recipe.init_from else 8,
+            n_sequences=self.recipe.probe_sequences or max(16, 4096 // block))
 
     # ------------------------------------------------------------------------ keeping and resuming
 
@@ -423,7 +544,7 @@ class Trainer:
         return {**dataclasses.asdict(self.recipe), "data_sha256": self.data_sha256,
                 "torch": str(torch.__version__), "device": str(self.machine.device),
                 "arithmetic": str(self.machine.dtype).removeprefix("torch."),
-                "git": git_revision()}
+                "logit_gap": self.logit_gap, "git": git_revision()}
 
     def save(self, steps_done: int):
         save_checkpoint(os.path.join(self.out, "checkpoint.pt"), {
@@ -434,9 +555,8 @@ class Trainer:
 
     def restore(self, payload: dict):
         """Take up a checkpoint; another Config or other data are errors that say what differs."""
-        mine = dataclasses.asdict(self.config)
-        differ = [f"{k} {payload['config'].get(k)!r} -> {mine[k]!r}" for k in mine
-                  if payload["config"].get(k) != mine[k]]
+        mine, theirs = map(dataclasses.asdict, (self.config, config_from(payload["config"])))
+        differ = [f"{k} {theirs[k]!r} -> {mine[k]!r}" for k in mine if theirs[k] != mine[k]]
         if differ:
             raise CheckpointError(f"the checkpoint has another Config: {', '.join(differ)}")
         if payload["run"]["data_sha256"] != self.data_sha256:
@@ -444,6 +564,7 @@ class Trainer:
                                   "prepare the same data or start anew")
         load_weights(self.model, payload["model"], self.out)
         self.optimizer.load_state_dict(payload["optimizer"])
+        self.logit_gap = payload["run"].get("logit_gap")
         self.begin = payload["steps_done"]
 
     def write_config(self):
@@ -525,6 +646,8 @@ def train(args) -> int:
     trainer = Trainer(recipe, shape, out, machine, args)
     if payload:
         trainer.restore(payload)
+    elif recipe.init_from and machine.main:
+        trainer.logit_gap = trainer.measure_gap()
     if machine.main:
         os.makedirs(out, exist_ok=True)
         trainer.write_config()
@@ -543,6 +666,8 @@ def plan(args):
     if not args.resume:
         recipe, shape = resolve(args)
         return recipe, shape, args.out or fresh_folder(recipe), None
+    if args.recipe:
+        raise UsageError("--recipe does not go with --resume: the run has its own")
     out = args.out or newest_folder(resolve(args)[0])
     payload = load_checkpoint(out)
     if "run" not in payload or "optimizer" not in payload:
@@ -552,13 +677,14 @@ def plan(args):
     asked = {**given(args, Recipe), **given(args, Config)}
     if args.sparsity is not None:
         asked["sparsity"] = number(args.sparsity)
-    saved = {**payload["config"], **dataclasses.asdict(recipe)}
+    config = dataclasses.asdict(config_from(payload["config"]))
+    saved = {**config, **dataclasses.asdict(recipe)}
     differ = [f"--{k.replace('_', '-')} {v} (the run has {saved[k]})" for k, v in asked.items()
               if saved[k] != v and k not in FREE_ON_RESUME]
     if differ:
         raise CheckpointError(f"cannot resume {out} with {', '.join(differ)}")
     recipe = dataclasses.replace(recipe, **{k: asked[k] for k in FREE_ON_RESUME & asked.keys()})
-    return recipe, payload["config"], out, payload
+    return recipe, config, out, payload
 
 
 def stem(recipe: Recipe) -> str:
@@ -595,7 +721,17 @@ def print_header(t: Trainer):
     print(f"  device {t.machine.device} x {t.machine.world}, "
           f"{str(t.machine.dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads, "
           f"attention: {describe(c.normalizer, t.machine.device.type)}")
+    if r.init_from:
+        print_start(t)
     print(f"  folder {t.out}" + (f", resumed at step {t.begin}" if t.begin else ""), flush=True)
+
+
+def print_start(t: Trainer):
+    """Where a fine-tuning starts: how near to the pretrained function."""
+    gap = "" if t.logit_gap is None else (
+        f": max |delta logit| / max |logit| = {t.logit_gap:.1e} against the untouched model"
+        + (f"; {t.recipe.arch} has no nearer start" if t.logit_gap > 1e-3 else ""))
+    print(f"  start  {t.recipe.init_from}{gap}")
 
 
 def report(t: Trainer, end: int):
@@ -606,7 +742,10 @@ def report(t: Trainer, end: int):
     if end < t.recipe.steps:
         print(f"continue with: python train.py --resume --out {t.out}")
     elif not t.args.no_eval:
-        evaluation.report_run(t.out, t.model)
+        evaluation.report_run(t.out, t.model, n_sequences=t.recipe.eval_sequences or 64,
+                              batch_size=min(8, t.rows) if t.recipe.init_from else 8)
+        if t.logit_gap is not None:
+            evaluation.save_metrics(t.out, {"conversion": {"logit_gap": t.logit_gap}})
 
 
 def sample_text(t: Trainer, n_tokens: int = 120) -> str:
@@ -655,6 +794,7 @@ class Study:
     schemes: list[str]                       # of quantize.py, measured on every run
     paper: str                               # what its table is to be read beside
     reference: str = ""                      # arm for the table of relative changes
+    pretrained: bool = False                 # its arms start from --init-from
 
 
 CONTINUOUS = [("first-token mass", "sinks.first_token_mass", ".3f"),
@@ -704,14 +844,34 @@ STUDIES = {
         paper="OASIS (arXiv 2605.17887) against vanilla AttnResidual (attnres-oasis here): max "
               "infinity norm -9.26 % (v1) or -84.14 % (later version), average kurtosis -2.60 % or "
               "-96.77 %, W8A8 perplexity -75.85 % or -73.55 %."),
+    "finetune": Study(
+        arms={name: ["--arch", name] for name in (
+            "vanilla", "attnres", "attnres-oasis", "oasis", "outeffhop", "gated")},
+        columns=VAL + SIZE_OF_OUTLIERS + CONTINUOUS + THRESHOLD + [
+            ("spike", "massive.max", ".1f"), ("token null mass", "null.token_mass", ".3f"),
+            ("depth max weight", "depth.max_weight", ".3f"),
+            ("start, max rel. Δ logit", "conversion.logit_gap", ".1e")],
+        schemes=[], reference="vanilla", pretrained=True,
+        paper="OASIS fine-tunes Llama-3.2-1B and Qwen3-0.6B for 100,000 steps of 192 x 512 tokens; "
+              "vanilla here is the same training of the untouched architecture."),
 }
+OVER_TIME = [("loss", "val.loss", ".4f"), ("spike", "massive.max", ".1f"),
+             ("kurtosis", "outliers.kurtosis.sequence", ".1f"), *THRESHOLD,
+             ("first-token mass", "sinks.first_token_mass", ".3f"),
+             ("null mass", "null.token_mass", ".3f"), ("depth max", "depth.max_weight", ".3f"),
+             ("beta", "depth.beta_mean", ".4f")]
 RELATIVE = SIZE_OF_OUTLIERS + [("W8A8 ppl", "quant.w8a8-static.ppl", ""),
                                ("W4A4 ppl", "quant.w4a4-static.ppl", "")]
 
 
 def run_study(args) -> int:
     """Train every arm x seed that is not finished, then print and save the table."""
-    study, out = STUDIES[args.study], args.out or f"runs/study-{args.study}-{args.size or 'nano'}"
+    study = STUDIES[args.study]
+    if study.pretrained != bool(args.init_from):
+        raise UsageError(f"--study {args.study} " + ("needs --init-from" if study.pretrained else
+                                                     "trains from scratch: no --init-from"))
+    model = os.path.basename(os.path.normpath(args.init_from or args.size or "nano"))
+    out = args.out or f"runs/study-{args.study}-{model}"
     arms = study.arms if args.arms is None else pick_arms(study, args.arms)
     shared = passed_on(args)
     todo = []
@@ -766,10 +926,20 @@ def report_study(study: Study, arms, seeds: int, out: str):
     if study.reference in arms:
         table += f"\nchange against {study.reference}, percent, paired by seed\n\n"
         table += evaluation.relative_table(runs, RELATIVE, study.reference)
+    if over_time := table_over_time(arms, seeds, out):
+        table += f"\nover training steps\n\n{over_time}"
     evaluation.write_text(os.path.join(out, "table.md"), f"{table}\n{study.paper}\n")
     named = [(f"{run['arm']}-s{run['seed']}", run["metrics"]) for run in runs]
     figure = evaluation.compare(named, study.columns, out_dir=out)[2]
     print(f"\n{table}\n{study.paper}\n\ntable {out}/table.md, runs {out}/comparison.csv, {figure}")
+
+
+def table_over_time(arms, seeds: int, out: str) -> str:
+    """The rows that --probe-every left in each log, by arm and step, averaged over seeds."""
+    rows = [{"arm": f"{arm}, step {row['step'] + 1}", "seed": seed, "metrics": row["probe"]}
+            for arm in arms for seed in range(seeds)
+            for row in read_log(os.path.join(out, f"{arm}-s{seed}")) if "probe" in row]
+    return evaluation.study_table(rows, OVER_TIME) if rows else ""
 
 
 def pick_arms(study: Study, names: str) -> dict:
@@ -790,9 +960,13 @@ def passed_on(args) -> list[str]:
         flag = "--" + name.replace("_", "-")
         flags += ([flag if value else flag.replace("--", "--no-", 1)] if isinstance(value, bool)
                   else [flag, str(value)])
+    if args.recipe:
+        flags += ["--recipe", args.recipe]
     if args.device:
         flags += ["--device", args.device]
-    return flags + ["--compile"] * args.compile + ["--grad-checkpoint"] * args.grad_checkpoint
+    return flags + [flag for flag, on in (("--compile", args.compile),
+                                          ("--grad-checkpoint", args.grad_checkpoint),
+                                          ("--download", args.download)) if on]
 
 
 def finished(folder: str, command: list[str]) -> bool:
@@ -803,10 +977,11 @@ def finished(folder: str, command: list[str]) -> bool:
     with open(path, encoding="utf-8") as file:
         there = json.load(file)
     recipe, shape = resolve(build_parser().parse_args(command))
-    asked = {**dataclasses.asdict(recipe)}
-    differ = [k for k in asked if there["run"].get(k) != asked[k] and k not in FREE_ON_RESUME]
-    wanted = dataclasses.asdict(Config(**{**shape, "vocab_size": there["config"]["vocab_size"]}))
-    differ += [k for k in wanted if there["config"].get(k) != wanted[k]]
+    asked, found = dataclasses.asdict(recipe), {**dataclasses.asdict(Recipe()), **there["run"]}
+    differ = [k for k in asked if found[k] != asked[k] and k not in FREE_ON_RESUME]
+    found = dataclasses.asdict(config_from(there["config"]))
+    wanted = dataclasses.asdict(Config(**{**shape, "vocab_size": found["vocab_size"]}))
+    differ += [k for k in wanted if found[k] != wanted[k]]
     if differ:
         raise UsageError(f"{folder} holds a run with another {', '.join(differ)}: choose another "
                          "--out")
@@ -824,10 +999,13 @@ def print_estimate(todo, args, total: int):
             recipe, shape = resolve(a)
             trainer = Trainer(recipe, shape, a.out, find_machine(a.device, recipe.dtype), a)
             trainer.wrapped = trainer.model
-            trainer.step(0)
-            start = time.perf_counter()
-            trainer.step(1), trainer.step(2)
-            timed[arm] = recipe.steps * (time.perf_counter() - start) / 2
+            for step in range(3):           # the first is slower: it counts only if it is long
+                start = time.perf_counter()
+                trainer.step(step)
+                timed[arm] = recipe.steps * (time.perf_counter() - start)
+                if timed[arm] > 5 * recipe.steps:
+                    break
+            del trainer
         seconds += timed[arm]
     torch.set_num_threads(threads)
     print(f"{len(todo)} of {total} runs to do, {args.jobs} at a time: about "
