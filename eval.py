@@ -613,7 +613,7 @@ class Toy:
     def result(self) -> dict:
         """bos_mass, null_mass, bias_mass: what non-trigger queries pay to BOS, to nothing and to
         the learned key of --attn-bias, (layers, H). value_drain: norm of BOS' value over the mean
-        norm of the others', by layer; residual_peak: the same of the residual, after every sublayer.
+        norm of the others', by layer; residual_peak: that of the residual, after every sublayer.
         sink, null, bias and peak are their maxima; drain is the value_drain of the layer with the
         largest sink. markov_loss (non-trigger queries) and copy_loss (trigger queries) in nats,
         beside the oracle's.

@@ -646,15 +646,16 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def generate(self, tokens, max_new_tokens: int, *, temperature: float = 1.0,
                  top_k: int | None = None, pad_mask=None, stop_ids=(), stop=None,
-                 prefix: KVCache | None = None, generator=None):
+                 prefix: KVCache | None = None, generator=None, n_ids: int | None = None):
         """Continue tokens (B, T) by up to max_new_tokens: (B, T + new), with a key/value cache.
 
         temperature 0 is greedy. pad_mask (B, T), bool, is False at left padding. A row that has
         produced one of stop_ids, or for which stop(new tokens (B, n)) -> (B,) is true, repeats its
         last token; when all rows have ended, generation ends. prefix: what `encode` made of ids
         in front of every row. Past block_size the newest half block is encoded anew and goes on as
-        the context. Raises FloatingPointError, naming the token, when a logit is NaN, and
-        ValueError if prefix, tokens and max_new_tokens together exceed block_size.
+        the context. Ids from n_ids on, rows that pad a vocabulary, are never drawn.
+        Raises FloatingPointError, naming the token, when a logit is NaN, and ValueError if prefix,
+        tokens and max_new_tokens together exceed block_size.
         """
         block, T = self.config.block_size, tokens.shape[1]
         P = 0 if prefix is None else prefix.length
@@ -679,7 +680,7 @@ class Transformer(nn.Module):
             logits = self(new, cache=cache, pad_mask=mask, last=True)[0][:, 0].float()  # (B, V)
             if logits.isnan().any():
                 raise FloatingPointError(f"NaN logits at generated token {step}")
-            chosen = sample(logits, temperature, top_k, generator)                  # (B,)
+            chosen = sample(logits[:, :n_ids], temperature, top_k, generator)       # (B,)
             chosen = torch.where(done, tokens[:, -1], chosen)                       # (B,)
             tokens = torch.cat((tokens, chosen[:, None]), dim=1)                    # (B, T + 1)
             if pad_mask is not None:

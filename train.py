@@ -276,9 +276,12 @@ def resolve_pretrained(args) -> tuple[Recipe, dict]:
     recipe["tokenizer"] = asked.get("tokenizer") or run.get("tokenizer")
     if not recipe["tokenizer"]:
         raise UsageError(f"{args.init_from} has no tokenizer.json: give --tokenizer")
-    preset = PRESETS[recipe["arch"]] if plain or args.arch else {}
-    shape = {**source, "block_size": context, **(CONVERSION if plain else {}), **preset,
-             **given(args, Config)}
+    preset = {}
+    if plain or args.arch:      # vanilla is a preset of nothing: what it leaves out is said here
+        said = {name: getattr(Config, name) for preset in PRESETS.values() for name in preset
+                if name in MECHANISM}
+        preset = {**(CONVERSION if plain else said), **PRESETS[recipe["arch"]]}
+    shape = {**source, "block_size": context, **preset, **given(args, Config)}
     recipe.setdefault("null_warmup", recipe.get("steps", Recipe.steps) // 2 if plain else 0)
     if plain and not recipe["null_warmup"] and args.null_start is None:
         shape["null_start"] = 0.0
@@ -754,7 +757,8 @@ def sample_text(t: Trainer, n_tokens: int = 120) -> str:
     reader = t.source.reader(t.recipe.tokenizer)
     start = torch.tensor([[reader.bos]], device=t.machine.device)                   # (1, 1)
     n = min(n_tokens, t.config.block_size - 1)
-    ids = t.model.generate(start, n, temperature=0.8, generator=g)[0, 1:]           # (n)
+    ids = t.model.generate(start, n, temperature=0.8, generator=g,
+                           n_ids=reader.vocab_size)[0, 1:]                          # (n)
     return reader.decode(ids.tolist())
 
 

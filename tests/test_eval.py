@@ -426,7 +426,10 @@ def test_evaluation_leaves_no_trace():
 def test_light_is_a_part_of_the_whole():
     model, tokens = tiny("ledger"), ids(400)
     whole, light = evaluate(model, tokens), evaluate(model, tokens, light=True)
-    assert light.keys() == {"protocol", "val", "massive", "sinks", "backcopy"}
+    assert light.keys() == {"protocol", "val", "massive", "sinks", "outliers", "null", "depth",
+                            "backcopy"}
+    assert light["outliers"]["kurtosis"].items() <= whole["outliers"]["kurtosis"].items()
+    assert light["null"] == {key: whole["null"][key] for key in light["null"]}
     assert light["val"] == whole["val"] and light["sinks"] == whole["sinks"]
     assert light["massive"] == {key: whole["massive"][key] for key in light["massive"]}
 

@@ -77,7 +77,7 @@ def test_evaluation_does_not_disturb_training(corpus, tmp_path):
     run(corpus, tmp_path / "b", "--eval-every", "1", "--probe-every", "3")
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
     probes = [r for r in train.read_log(str(tmp_path / "b")) if "probe" in r]
-    assert [r["step"] for r in probes] == [2, 5]
+    assert [r["step"] for r in probes] == [-1, 2, 5, 7]      # at the start, and at the end
     assert 0 <= probes[0]["probe"]["sinks"]["first_token_mass"] <= 1
 
 

@@ -1,0 +1,325 @@
+"""Pretrained weights, converted and fine-tuned: the function is kept, and everything can learn.
+
+The tiny Llama of these tests has what makes conversion hard: an embedding channel of 2,000 for some
+tokens, which every layer carries along, beside ordinary channels of 0.1.
+"""
+import json
+
+import pytest
+import torch
+
+import data.prepare
+import train
+from model import (CONVERSION, PRESETS, CheckpointError, Config, Transformer, load_checkpoint,
+                   load_model)
+from quantize import quantize
+
+pytest.importorskip("safetensors")
+from test_pretrained import LLAMA, gap, ids, write  # noqa: E402
+
+SHAPE = {"vocab_size": 258, "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 96,
+         "num_attention_heads": 4, "head_dim": 16}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("llama") / "tiny"
+    place.mkdir()
+    embed = 0.1 * torch.randn(258, 64, generator=torch.Generator().manual_seed(1))
+    embed[::9, 5] = 2000.0
+    return str(write(place, SHAPE, {"model.embed_tokens.weight": embed},
+                     without=["model.embed_tokens.weight"]))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    place = tmp_path_factory.mktemp("corpus")
+    (place / "cubes.txt").write_text("".join(f"the cube of {i} is {i ** 3}.\n" for i in range(999)))
+    return str(data.prepare.load(place / "cubes.txt", "train", folder=place).path)
+
+
+def run(folder, corpus, out, *flags):
+    return train.main(["--init-from", folder, "--tokenizer", "bytes", "--data", corpus, "--out",
+                       str(out), "--block-size", "32", "--batch-size", "2", "--steps", "6",
+                       "--warmup", "1", "--eval-sequences", "4", "--probe-sequences", "4",
+                       "--device", "cpu", "--no-eval", *flags])
+
+
+def convert(folder, arch, **fields):
+    return load_model(folder, **{**CONVERSION, **PRESETS[arch], **fields})[0]
+
+
+def start(folder, model) -> float:
+    """max |delta logit| / max |logit| against the untouched model."""
+    tokens = ids(2, 64, vocab=258)
+    with torch.no_grad():
+        return gap(model(tokens)[0], Transformer.from_pretrained(folder)(tokens)[0])
+
+
+# ------------------------------------------------------------------------------- near the identity
+
+PUBLISHED = {"near_identity": False, "router_init": "recent", "gate_init": 0.25, "null_start": 0.0,
+             "null_init": 0.0}
+
+
+@pytest.mark.parametrize("arch, fields, bound", [
+    ("attnres", {}, 1e-5), ("attnres-block", {}, 1e-5), ("attnres", {"depth_block": 3}, 1e-5),
+    ("attnres", {"depth_normalizer": "softmax1"}, 1e-5),
+    ("attnres", {"depth_normalizer": "sparsemax"}, 1e-5),
+    ("attnres-oasis", {}, 1e-4), ("oasis", {}, 1e-3), ("ledger", {}, 1e-3), ("hc2", {}, 1e-5),
+    ("outeffhop", {}, 1e-6), ("sink", {}, 1e-4), ("gated", {}, 1e-3)])
+def test_a_conversion_keeps_the_function_and_the_published_start_does_not(folder, arch, fields,
+                                                                         bound):
+    near = start(folder, convert(folder, arch, **fields))
+    far = start(folder, convert(folder, arch, **{**PUBLISHED, **fields}))
+    assert near < bound < far and far > 4 * near, (near, far)
+
+
+def test_the_null_of_depth_is_negligible_at_the_start(folder):
+    """exp(-IDENTITY_STEP) a site for the router; for AttnRes one share of n + 1, scaled away."""
+    mass = []
+
+    def keep(name, l, x):
+        mass.append(x.max().item())
+    keep.names = {"depth_null"}
+    convert(folder, "oasis")(ids(2, 64, vocab=258), record=keep)
+    assert len(mass) == 8 and max(mass) < 1e-5
+
+
+@pytest.mark.parametrize("arch", ["attnres", "attnres-block", "attnres-oasis", "oasis", "ledger",
+                                  "hc2", "gated", "sink"])
+def test_every_new_parameter_learns_from_the_start(folder, arch):
+    """A factor that starts at zero keeps its partner's gradient at zero for one step, no longer:
+    W_k waits for W_q, key gains for queries, the maps down for the maps up. (Ledger's first
+    sublayer reads a C that is still zero, whatever its gain.)"""
+    model = convert(folder, arch)
+    model.anneal_null(0.0)          # coupling has no gradient before there is a null mass
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    tokens, moved = ids(2, 33, vocab=258), set()
+    names = {n for n, _ in model.named_parameters()} & set(model.new_parameters)
+    names.discard("residual.sites.0.read_gain")
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for step in range(3):
+        model(tokens[:, :-1], tokens[:, 1:])[1].backward()
+        for name in names:
+            moved |= {name} if model.get_parameter(name).grad.abs().max() > 0 else set()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            first = set(moved)
+    assert names == moved, names - moved
+    changed = {n for n in names if not torch.equal(before[n], model.get_parameter(n))}
+    assert names == changed, names - changed
+    if "oasis" in arch:
+        assert all(n in first for n in names if n.endswith(("wq.weight", "recency")))
+
+
+def test_a_flag_overrides_the_start(folder, corpus, tmp_path, capsys):
+    assert run(folder, corpus, tmp_path, "--arch", "attnres-oasis", "--router-init", "zero",
+               "--steps", "1") == 0
+    said = capsys.readouterr().out
+    assert "attnres-oasis has no nearer start" not in said or "max |delta logit|" in said
+    assert load_checkpoint(str(tmp_path))["config"]["router_init"] == "zero"
+    assert load_checkpoint(str(tmp_path))["run"]["logit_gap"] > 1e-2
+
+
+def test_the_measured_gap_is_printed_and_kept(folder, corpus, tmp_path, capsys):
+    assert run(folder, corpus, tmp_path / "near", "--arch", "oasis") == 0
+    near = capsys.readouterr().out
+    assert run(folder, corpus, tmp_path / "far", "--arch", "sparsemax") == 0
+    far = capsys.readouterr().out
+    assert "max |delta logit| / max |logit|" in near and "no nearer start" not in near
+    assert "sparsemax has no nearer start" in far
+    for name, low, high in (("near", 0, 1e-3), ("far", 1e-2, 10)):
+        kept = json.loads((tmp_path / name / "config.json").read_text())["run"]
+        assert low < kept["logit_gap"] < high and kept["init_from"] == folder
+    assert run(folder, corpus, tmp_path / "same", "--arch", "vanilla") == 0
+    assert "max |delta" not in capsys.readouterr().out
+
+
+def test_all_arms_share_the_pretrained_weights(folder):
+    plain = dict(Transformer.from_pretrained(folder).named_parameters())
+    for arch in ("attnres", "oasis", "gated", "outeffhop"):
+        own = dict(convert(folder, arch).named_parameters())
+        assert all(torch.equal(own[n], p) for n, p in plain.items())
+
+
+# ---------------------------------------------------------------------------------- the null logit
+
+def test_the_null_logit_is_state_only_where_it_is_annealed(folder):
+    assert not list(Transformer(Config(normalizer="softmax1")).named_buffers())
+    model = convert(folder, "outeffhop")
+    assert {n: b.item() for n, b in model.named_buffers()} \
+        == {f"sublayers.{l}.null_logit": -30.0 for l in (0, 2, 4, 6)}
+    assert not list(convert(folder, "attnres").named_buffers())
+    model.anneal_null(0.0)
+    assert gap(model(ids(1, 32))[0], Transformer.from_pretrained(
+        folder, normalizer="softmax1")(ids(1, 32))[0]) == 0
+
+
+def test_every_path_sees_the_current_null_logit(folder):
+    """Halfway, cached decoding equals the full forward, and so does a quantised copy's attention;
+    the recorded matrix is the one that was used."""
+    model, tokens = convert(folder, "outeffhop"), ids(2, 24, vocab=258)
+    with torch.no_grad():
+        untouched = model(tokens)[0]
+        model.anneal_null(0.1)
+        full = model(tokens)[0]
+        assert gap(full, untouched) > 1e-3
+        text = model.generate(tokens, 4, temperature=0)
+        for t in range(24, 28):
+            assert torch.equal(model(text[:, :t])[0][:, -1].argmax(-1), text[:, t])
+        twin = quantize(model, "w8a8", only={"sublayers.0:probs"}, head=False)
+        assert gap(twin(tokens)[0], full) < 0.05 * gap(full, untouched) + 1e-3
+        seen = {}
+
+        def keep(name, l, x):
+            seen[name, l] = x
+        keep.names = {"attn_probs", "null"}
+        model(tokens, record=keep)
+        assert torch.allclose(1 - seen["attn_probs", 0].sum(-1), seen["null", 0], atol=1e-6)
+        assert seen["null", 0].max() > 1e-3
+
+
+def test_the_null_logit_rises_linearly_and_resumes_bit_equal(folder, corpus, tmp_path, monkeypatch):
+    """Null logits at the steps: -30, -20, -10, 0, 0, 0; 6 steps equal 2 + resume + 4 bit by bit,
+    and the resumed run needs the folder no more."""
+    seen, step = [], train.Trainer.step
+
+    def watch(self, number):
+        row = step(self, number)
+        seen.append(self.model.sublayers[0].null_logit.item())
+        return row
+    monkeypatch.setattr(train.Trainer, "step", watch)
+    flags = ["--arch", "oasis", "--null-warmup", "3"]
+    assert run(folder, corpus, tmp_path / "a", *flags) == 0
+    assert seen == pytest.approx([-30, -20, -10, 0, 0, 0], abs=1e-5)
+    assert run(folder, corpus, tmp_path / "b", *flags, "--stop-after", "2") == 0
+    half = load_checkpoint(str(tmp_path / "b"))
+    assert half["model"]["sublayers.2.null_logit"].item() == pytest.approx(-20)
+    evaluated = Transformer.from_pretrained(str(tmp_path / "b"))
+    assert evaluated.sublayers[0].null_logit.item() == pytest.approx(-20)
+    monkeypatch.setattr(train, "load_model", lambda *a, **k: pytest.fail("the folder was read"))
+    assert train.main(["--resume", "--out", str(tmp_path / "b"), "--no-eval"]) == 0
+    a, b = (load_checkpoint(str(tmp_path / x)) for x in "ab")
+    assert all(torch.equal(a["model"][n], b["model"][n]) for n in a["model"])
+    assert a["run"]["logit_gap"] == b["run"]["logit_gap"] is not None
+
+
+def test_the_share_of_the_steps_that_anneal(folder, corpus, tmp_path, capsys):
+    """Half of the steps by default; 0: Softmax1 at once, without a buffer."""
+    run(folder, corpus, tmp_path / "a", "--arch", "outeffhop", "--steps", "4")
+    assert load_checkpoint(str(tmp_path / "a"))["run"]["null_warmup"] == 2
+    run(folder, corpus, tmp_path / "b", "--arch", "outeffhop", "--null-warmup", "0")
+    kept = load_checkpoint(str(tmp_path / "b"))
+    assert kept["config"]["null_start"] == 0 and kept["run"]["logit_gap"] > 1e-2
+    assert not [n for n in kept["model"] if n.endswith("null_logit")]
+    assert run(folder, corpus, tmp_path / "c", "--null-warmup", "6") == 2
+    assert "--null-warmup 6 must end before" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------- fine-tuning
+
+def test_a_run_can_be_converted_too_and_a_converted_one_goes_on(folder, corpus, tmp_path, capsys):
+    small = ["--data", corpus, "--n-layer", "2", "--d-model", "32", "--block-size", "32",
+             "--batch-size", "2", "--steps", "3", "--warmup", "1", "--no-eval", "--device", "cpu"]
+    scratch, turned = str(tmp_path / "scratch"), str(tmp_path / "turned")
+    assert train.main([*small, "--out", scratch]) == 0
+    assert run(scratch, corpus, turned, "--arch", "attnres") == 0
+    assert "of the untouched" not in capsys.readouterr().out
+    kept = load_checkpoint(turned)
+    assert kept["config"]["n_layer"] == 2 and kept["run"]["logit_gap"] < 1e-5
+    assert run(turned, corpus, tmp_path / "on", "--steps", "2") == 0     # its own mechanism stays
+    on = load_checkpoint(str(tmp_path / "on"))
+    assert on["config"] == kept["config"] and on["run"]["logit_gap"] is None
+    assert on["run"]["arch"] == "attnres"
+    assert run(turned, corpus, tmp_path / "no", "--arch", "vanilla") == 2
+    assert "residual=standard, not attnres" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--size", "nano"], ["--size nano"]),
+    (["--n-layer", "3"], ["n_layer=3, not 4"]),
+    (["--d-model", "32", "--qk-norm"], ["d_model=32, not 64", "qk_norm=True"]),
+    (["--arch", "suppress"], ["qk_norm=True, not False"]),
+    (["--block-size", "999"], ["--block-size 999", "256 positions"]),
+    (["--tokenizer", "gpt2x"], ["no tokenizer 'gpt2x'"]),
+    (["--arch", "gated", "--gate-init", "0.5", "--norm", "post"], ["norm=post"])])
+def test_contradictions_are_one_line(folder, corpus, tmp_path, capsys, flags, words):
+    assert run(folder, corpus, tmp_path / "x", *flags) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len([x for x in lines if x.startswith("train.py: ")]) == 1
+    assert all(word in lines[-1] for word in words), lines[-1]
+
+
+def test_a_folder_that_is_none_and_one_without_a_tokenizer(folder, corpus, tmp_path, capsys):
+    assert train.main(["--init-from", str(tmp_path / "none"), "--data", corpus]) == 2
+    assert "no checkpoint at" in capsys.readouterr().err
+    assert train.main(["--init-from", folder, "--data", corpus]) == 2
+    assert "no tokenizer.json: give --tokenizer" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="missing"):
+        load_model(folder, norm="sandwich")
+
+
+def test_the_folder_s_own_tokenizer_and_a_padded_vocabulary(folder, tmp_path):
+    """tokenizer.json beside the weights is found; the model may have more rows than it has ids."""
+    tokenizers = pytest.importorskip("tokenizers")
+    place = tmp_path / "with"
+    place.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (place / name).symlink_to(f"{folder}/{name}")
+    words = ["<|endoftext|>", "[UNK]", *map(str, range(100)), "the", "cube", "of", "is", "."]
+    tk = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)},
+                                                          unk_token="[UNK]"))
+    tk.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tk.add_special_tokens(["<|endoftext|>"])
+    tk.save(str(place / "tokenizer.json"))
+    text = tmp_path / "cubes.txt"
+    text.write_text("".join(f"the cube of {i} is {i ** 3}.\n" for i in range(400)))
+    assert train.main(["--init-from", str(place), "--data", str(text), "--block-size", "32",
+                       "--batch-size", "2", "--steps", "2", "--warmup", "1", "--out",
+                       str(tmp_path / "run"), "--eval-sequences", "2", "--device", "cpu"]) == 0
+    kept = load_checkpoint(str(tmp_path / "run"))
+    assert kept["config"]["vocab_size"] == 258 > len(words)
+    assert kept["run"]["tokenizer"] == str(place / "tokenizer.json")
+
+
+def test_the_default_recipe_is_gentle_and_flags_override_it(folder):
+    def of(*flags):
+        args = train.build_parser().parse_args(["--init-from", folder, "--tokenizer", "bytes",
+                                                *flags])
+        return train.resolve(args)
+    recipe, shape = of("--arch", "oasis")
+    assert recipe.lr <= 1e-4 and recipe.steps <= 500 and shape["block_size"] == 256 < 512
+    assert recipe.size == "tiny" and recipe.null_warmup == recipe.steps // 2
+    recipe, shape = of("--lr", "1e-3", "--block-size", "64", "--null-warmup", "7")
+    assert (recipe.lr, shape["block_size"], recipe.null_warmup) == (1e-3, 64, 7)
+
+
+def test_the_study_of_fine_tuning(folder, corpus, tmp_path, capsys):
+    """Every arm from the same weights on the same batches; one table of the end, one over steps."""
+    flags = ["--study", "finetune", "--seeds", "1", "--arms", "vanilla,oasis", "--init-from",
+             folder, "--tokenizer", "bytes", "--data", corpus, "--out", str(tmp_path),
+             "--block-size", "32", "--batch-size", "2", "--steps", "4", "--warmup", "1",
+             "--probe-every", "2", "--probe-sequences", "2", "--eval-sequences", "2",
+             "--device", "cpu"]
+    assert train.main(flags) == 0
+    said = capsys.readouterr().out
+    assert "over training steps" in said
+    rows = {arm: {r["step"]: r for r in train.read_log(str(tmp_path / f"{arm}-s0")) if key in r}
+            for arm in ("vanilla", "oasis") for key in ["batch"]}
+    assert [r["batch"] for r in rows["vanilla"].values()] \
+        == [r["batch"] for r in rows["oasis"].values()]
+    table = (tmp_path / "table.md").read_text()
+    for step in (0, 2, 4):
+        assert f"oasis, step {step}" in table and f"vanilla, step {step}" in table
+    probes = [r["probe"] for r in train.read_log(str(tmp_path / "oasis-s0")) if "probe" in r]
+    assert all(train.evaluation.lookup(p, path) is not None for p in probes
+               for _, path, _ in train.OVER_TIME)
+    null = [p["null"]["token_mass"] for p in probes]
+    assert null[0] < 1e-6 < 1e-3 < null[-1]
+    assert train.main(flags) == 0                       # finished: the table again, no training
+    assert "runs to do" not in capsys.readouterr().out
+    assert train.main(["--study", "finetune", "--seeds", "1"]) == 2
+    assert "needs --init-from" in capsys.readouterr().err
+    assert train.main(["--study", "ledger", "--init-from", folder]) == 2
