@@ -8,6 +8,7 @@
     ledger   Ledger against vanilla at the 160M shape
     depth    Attention Residuals and the router against the plain residual, 12 blocks, d 384
     softmax1 the fused Softmax1 path against plain causal SDPA
+    pretrained  a Llama or Qwen3 folder (--model DIR or $SMOLLM2) against transformers with SDPA
     plan     what the GPU recipes will need, computed: tokens, FLOPs, hours, memory
 
 Times: rounds in which all contestants take turns, medians; ratios against the first of them.
@@ -107,7 +108,12 @@ def resident() -> float:
 
 
 def child(shape: str, arm: str):
-    """In a process of its own: peak memory of two training steps over what was there before."""
+    """In a process of its own: peak memory of two training steps over what was there before; or of
+    loading a pretrained folder."""
+    if shape == "pretrained":
+        before = resident()
+        Transformer.from_pretrained(arm)
+        return print(json.dumps(resident() - before))
     step, _, _ = trainer(shape, arm)
     gc.collect()
     before = resident()
@@ -210,6 +216,51 @@ def section_plan(peak: float = 312e12, share: float = 0.35):
                   f"{each / 1e9:.2f} x {B} = {(fixed + each * B) / 1e9:.0f} |", flush=True)
 
 
+def section_pretrained(rounds: int = 5, new: int = 32):
+    """Forward at T 512 and greedy generation against transformers with SDPA, fp32, and the memory
+    of loading. CPU time of this process, so that other jobs on the machine count for less."""
+    folder = os.environ.get("SMOLLM2")
+    if not folder:
+        return print("skipped: give --model DIR or set SMOLLM2 to the folder of SmolLM2-135M")
+    import transformers
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    ours = Transformer.from_pretrained(folder).eval()
+    draw = lambda *shape: torch.randint(3, ours.config.vocab_size, shape)
+    how = dict(do_sample=False, min_new_tokens=new, max_new_tokens=new, pad_token_id=0)
+    whole, one, eight = draw(1, 512), draw(1, 64), draw(8, 64)
+    tasks = {"forward, 1 x 512": (lambda: theirs(whole, use_cache=False), lambda: ours(whole)),
+             f"generate 64 + {new}, batch 1": (lambda: theirs.generate(one, **how),
+                                               lambda: ours.generate(one, new, temperature=0)),
+             f"generate 64 + {new}, batch 8": (lambda: theirs.generate(eight, **how),
+                                               lambda: ours.generate(eight, new, temperature=0))}
+    print("| task | transformers, s | ours, s | ratio |\n|:--|--:|--:|--:|")
+    with torch.inference_mode():
+        for name, pair in tasks.items():
+            times = alternate(pair, rounds)
+            ratios = [b / a for a, b in zip(*times)]
+            a, b = map(statistics.median, times)
+            print(f"| {name} | {a:.3f} | {b:.3f} | {statistics.median(ratios):.2f} "
+                  f"({min(ratios):.2f} to {max(ratios):.2f}) |", flush=True)
+    files = sum(os.path.getsize(os.path.join(folder, name)) for name in os.listdir(folder)
+                if name.endswith(".safetensors")) / 2 ** 20
+    model = sum(p.numel() * p.element_size() for p in ours.parameters()) / 2 ** 20
+    peak = peak_memory("pretrained", folder)
+    print(f"\nloading: {peak:.0f} MiB at most = {peak / (files + model):.2f} of checkpoint "
+          f"({files:.0f}) + model ({model:.0f})")
+
+
+def alternate(functions, rounds: int) -> list[list[float]]:
+    """CPU seconds of each function in rounds in which all take turns, after one to warm up."""
+    times = [[] for _ in functions]
+    for _ in range(rounds + 1):
+        for seconds, f in zip(times, functions):
+            start = time.process_time()
+            f()
+            seconds.append(time.process_time() - start)
+    return [seconds[1:] for seconds in times]
+
+
 SECTIONS = {
     "plain": lambda: compare("plain", ["torch modules", "vanilla"], 8),
     "arms": lambda: compare("nano", ARMS, 6),
@@ -217,6 +268,7 @@ SECTIONS = {
     "depth": lambda: compare("depth", ["vanilla", "attnres", "attnres-block", "attnres-oasis",
                                        "oasis"], 5),
     "softmax1": section_softmax1,
+    "pretrained": section_pretrained,
     "plan": section_plan,
 }
 
@@ -224,10 +276,12 @@ SECTIONS = {
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("sections", nargs="*", help=f"any of {', '.join(SECTIONS)} (default: all)")
+    parser.add_argument("--model", help="folder for the section pretrained (default: $SMOLLM2)")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         return child(*args.child)
+    os.environ["SMOLLM2"] = args.model or os.environ.get("SMOLLM2", "")
     unknown = [s for s in args.sections if s not in SECTIONS]
     if unknown:
         parser.error(f"no section {', '.join(unknown)}: choose from {', '.join(SECTIONS)}")

@@ -81,6 +81,7 @@ def test_streaming_is_its_definition(pos, window, keep, chunk):
 SCALING = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
            "original_max_position_embeddings": 16}
 EVERY = {name: fields for name, fields in PRESETS.items() if "block" not in name}
+EVERY["kv-bias"] = {**PRESETS["kv-bias"], "pos": "none"}    # its key stands still, at position 0
 
 
 @pytest.mark.parametrize("preset", EVERY)
