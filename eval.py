@@ -22,6 +22,7 @@ Read first: the formulas, small functions; then one probe, `Sinks`; then `evalua
     python eval.py runs/A runs/B           also one table (Markdown, CSV) and one figure
     python eval.py PATH --gsm8k FILE       Pass@1 instead (data/gsm8k.py)
     python eval.py PATH --stream 128:4     loss with a sliding cache instead
+    python eval.py FOLDER --anatomy        where spikes and sinks come from, in a trained model
 
 Shapes: B sequences, T tokens, S keys, H heads, d width, L sublayers; l counts sublayers from 0
 (attention even, feed-forward odd), so the block number of arXiv 2603.05498 is l + 1.
@@ -38,6 +39,7 @@ import json
 import math
 import os
 import sys
+import time
 import warnings
 from collections import defaultdict
 
@@ -49,10 +51,12 @@ from tqdm import tqdm
 from data import gsm8k
 from data.prepare import (DataError, Sequential, TokenFile, Windows, get_tokenizer,
                           open_source)
-from model import KVCache, find_pretrained, load_checkpoint, load_model
+from model import (KVCache, RMSNorm, StandardResidual, find_pretrained, load_checkpoint, load_model,
+                   rope_table, rotate)
 
 EPSILON = 0.3          # a head whose first-token attention exceeds this is a sink head
 SINK_TOKENS = 64       # context of the sink measures [Gu 5.4] [Spike 3.3]
+SPIKE_RATIO = 100      # a spike: this many medians of its hidden state; massive: 1000, and > 100
 TINY = 1e-30           # in the place of a paper's epsilon: only keeps 0 / 0 away
 
 
@@ -225,6 +229,9 @@ class Sinks:
                 "ratio_spike": self.mean.stack("spike").mean().item(),
                 "first_token_mass": first.mean().item(), "epsilon": self.epsilon, "T": self.T,
                 "layers": self.mean.depth("first"), "per_head": first.tolist()}
+
+    def brief(self) -> dict:
+        return {key: self.result()[key] for key in ("first_token_mass", "ratio_gu")}
 
 
 def decoded(seen) -> str:
@@ -1292,6 +1299,899 @@ def figures(model, tokens, out_dir: str, *, metrics: dict | None = None, **optio
     return [save_figure(fig, os.path.join(out_dir, f"{name}.png")) for name, fig in drawn.items()]
 
 
+# ---------------------------------------------------------------------------------------- anatomy
+#
+# Where a spike comes from, what the norm makes of it, what attention does with that, and what the
+# loss says when it is taken away. `dissect` is the order of the measurements; each is short.
+
+class Enough(Exception):
+    """Raised by a recorder that has seen what it came for: the layers above never run."""
+
+
+class Sizes:
+    """The largest |entry| of every token after every sublayer, and its channel; the median."""
+
+    names = {"embedding", "stream"}
+
+    def __init__(self):
+        self.size, self.channel, self.mean = defaultdict(list), defaultdict(list), Means()
+
+    def __call__(self, name, l, x):
+        l = -1 if name == "embedding" else l
+        a = x.float().abs()                                                         # (B, T, d)
+        size, channel = a.max(-1)                                                   # (B, T)
+        self.size[l].append(size.cpu())
+        self.channel[l].append(channel.cpu())
+        self.mean.add(("median", l), a.flatten(1).median(1).values)                 # (B)
+
+    def result(self):
+        """size and channel (L + 1, n, T), median (L + 1): index 0 is the embedding."""
+        stack = lambda kept: torch.stack([torch.cat(kept[l]) for l in sorted(kept)])
+        return stack(self.size), stack(self.channel), self.mean.stack("median")
+
+
+def find_lives(size, median) -> list[dict]:
+    """The lives of spikes in one model: `find_steps`, and again below the first step up, as long as
+    something there exceeds SPIKE_RATIO medians. A rise with no fall before the next belongs to it.
+
+    size: largest |entry| of any token, median: of all entries, both (L + 1). In order of depth.
+    """
+    size, lives, end = np.asarray(size), [], len(size)
+    while end > 1 and size[:end].max() >= SPIKE_RATIO * median[int(size[:end].argmax())]:
+        up, down = find_steps(size[:end])
+        if not up:
+            break
+        if lives and not down:
+            lives[0]["step_up"] = up + lives[0]["step_up"]
+        else:
+            lives.insert(0, {"step_up": up, "step_down": [l for l in down if l > up[0]]})
+        end = up[0] + 1
+    return lives
+
+
+def spiking(x: torch.Tensor, bar: float | None) -> torch.Tensor:
+    """Tokens with an entry of at least `bar`; without one the first token. (B, T, d) -> (B, T)."""
+    if bar is not None:
+        return x.float().abs().amax(-1) >= bar                                      # (B, T)
+    first = torch.arange(x.shape[1], device=x.device) == 0                          # (T)
+    return first.expand(x.shape[:2])                                                # (B, T)
+
+
+def around(model, rows, sublayers, batch_size: int):
+    """For batches of rows (n, T): {l: (the stream before sublayer l, and after it)}, (B, T, d)."""
+    for x in rows.split(batch_size):
+        kept = {}
+
+        def record(name, l, h):
+            kept[-1 if name == "embedding" else l] = h.float()
+            if name == "stream" and l == max(sublayers):
+                raise Enough
+
+        record.names = {"embedding", "stream"}
+        with contextlib.suppress(Enough):
+            model(x.to(model.embed.weight.device), record=record)
+        yield {l: (kept[l - 1], kept[l]) for l in sublayers}
+
+
+def describe_life(model, life: dict, sizes, rows, text, batch_size: int) -> dict:
+    """A life with its peak, tokens and channels, and the signed trace of its largest entry.
+
+    bar: a quarter of the largest |entry| after the last step up; tokens that reach it spike.
+    channels: whose mean over these tokens exceeds SPIKE_RATIO medians, the 16 largest at most.
+    """
+    size, channel, median = sizes
+    l, end = life["step_up"][-1], min(life["step_down"] or [len(size) - 2])
+    bar = None if life["young"] else 0.25 * size[l + 1].max().item()
+    grown = size[l + 1:end + 1] if end > l else size[l + 1:]        # while the spike is up
+    i, n, p = (int(at) for at in np.unravel_index(int(grown.argmax()), grown.shape))
+    i, peak, middle = i + l + 1, grown[i, n, p].item(), median[i + l + 1].item()
+    mask = size[l + 1] >= bar if bar else torch.arange(size.shape[2]).expand(size.shape[1:]) == 0
+    after = (step[l][1].cpu() for step in around(model, rows, [l], batch_size))
+    mean = sum(x[m].double().sum(0) for x, m in zip(after, mask.split(batch_size))) / mask.sum()
+    order = mean.abs().argsort(descending=True)[:16].tolist()
+    spikes = [c for c in order if mean[c].abs() >= SPIKE_RATIO * median[l + 1]] or order[:1]
+    words = defaultdict(list)
+    for a, b in mask.nonzero().tolist():
+        words[text(rows[a, b])].append(size[l + 1, a, b].item())
+    dim = int(channel[i, n, p])
+    return life | {
+        "bar": bar, "peak": peak, "sublayer": i - 1, "median": middle, "ratio": peak / middle,
+        "massive": peak > 100 and peak >= 1000 * middle, "position": p, "channel": dim,
+        "text": text(rows[n, p]), "channels": {c: mean[c].item() for c in spikes},
+        "n_tokens": int(mask.sum()), "at_first": int(mask[:, 0].sum()), "mask": mask,
+        "words": [{"text": word, "count": len(found), "largest": max(found)} for word, found in
+                  sorted(words.items(), key=lambda item: (-len(item[1]), -max(item[1])))[:12]],
+        "trace": measure_steps(model, rows[n, :p + 1], "stream", p, dim)["trace"]}
+
+
+def measure_lives(model, sizes, rows, text, batch_size: int) -> list[dict]:
+    """All lives, described. If nothing spikes: the first token's largest rise, marked `young`."""
+    size, _, median = sizes
+    lives = [life | {"young": False} for life in
+             find_lives(size.amax((1, 2)).tolist(), median.tolist())]
+    if not lives:
+        rise = size[:, :, 0].mean(1).diff().tolist()                                # (L)
+        ffn = [l for l, kind in enumerate(model.kinds) if kind == "ffn"] or range(len(rise))
+        lives = [{"step_up": [max(ffn, key=lambda l: rise[l])], "step_down": [], "young": True}]
+    return [describe_life(model, life, sizes, rows, text, batch_size) for life in lives]
+
+
+# The quadratic form. With the norm's gain folded into W_gate and W_up, the input is h = x / rms(x),
+# |h|^2 = d, and where SiLU(z) is nearly z:  F_k(h) = h' U_k h,  U_k = sum_i W_down[k, i] g_i u_i'.
+
+def folded(model, l: int):
+    """W_gate diag(gain), W_up diag(gain), (F, d), and W_down, (d, F), fp64; None without SwiGLU.
+    A norm with no gain to fold (DynamicTanh) stays in front: its output is then h."""
+    ffn, norm = model.sublayers[l], model.norms[l]
+    if getattr(ffn, "kind", None) != "swiglu":
+        return None
+    gain = norm.weight if isinstance(norm, RMSNorm) else norm.weight.new_ones(())
+    fold = lambda linear: (linear.weight * gain).detach().cpu().double()            # (F, d)
+    return fold(ffn.w_gate), fold(ffn.w_up), ffn.w_down.weight.detach().cpu().double()
+
+
+def form_energy(Wg, Wu, Wd, block: int = 1024):
+    """|U_k|_F^2 and |S_k|_F^2 of all channels, (d) each, without a single d x d form [Spike 3.5].
+
+    |U_k|^2 = sum_ij W_down[k, i] W_down[k, j] (g_i . g_j)(u_i . u_j); S_k, its symmetric part, has
+    half of that and half of tr U_k^2 = sum_ij W_down[k, i] W_down[k, j] (u_i . g_j)(g_i . u_j).
+    """
+    whole = square = 0
+    for i in range(0, len(Wg), block):
+        g, u, w = Wg[i:i + block], Wu[i:i + block], Wd[:, i:i + block]  # (b, d) x 2, (d, b)
+        whole = whole + (w @ ((g @ Wg.T) * (u @ Wu.T)) * Wd).sum(1)                 # (d)
+        square = square + (w @ ((u @ Wg.T) * (g @ Wu.T)) * Wd).sum(1)               # (d)
+    return whole.clamp(min=0), ((whole + square) / 2).clamp(min=0)                  # (d), (d)
+
+
+def leading_eigen(Wg, Wu, w, size: int = 6, steps: int = 400, tolerance: float = 1e-9):
+    """Eigenvalue of largest size, its vector (d), and the runner-up, of S = (U + U') / 2 where
+    U = Wg' diag(w) Wu. Power iteration on a few vectors at once, for one vector alone would not
+    settle between +a and -a; S is applied, never formed."""
+    apply = lambda v: (Wg.T @ (w[:, None] * (Wu @ v)) + Wu.T @ (w[:, None] * (Wg @ v))) / 2
+    size = min(size, Wg.shape[1])
+    v = torch.randn(Wg.shape[1], size, generator=torch.Generator().manual_seed(0)).to(Wg)
+    for _ in range(steps):
+        v = torch.linalg.qr(v).Q                                                    # (d, r)
+        image = apply(v)                                                            # (d, r)
+        values, turn = torch.linalg.eigh(v.T @ image)                               # (r), (r, r)
+        order = values.abs().argsort(descending=True)
+        first = v @ turn[:, order[0]]                                               # (d)
+        error = image @ turn[:, order[0]] - values[order[0]] * first                # (d)
+        if error.norm() <= tolerance * values[order[0]].abs():
+            break
+        v = image
+    runner_up = values[order[1]].item() if size > 1 else 0.0
+    return values[order[0]].item(), first, runner_up
+
+
+class Amplifier:
+    """One SwiGLU as a quadratic form: how much of each output channel is l* |h|^2 cos^2(h, s*)?"""
+
+    def __init__(self, model, l: int, channels: list[int]):
+        self.norm, self.channels = model.norms[l], channels
+        self.Wg, self.Wu, self.Wd = folded(model, l)
+        self.bias = [getattr(model.sublayers[l], name).bias for name in ("w_gate", "w_up")]
+        whole, symmetric = form_energy(self.Wg, self.Wu, self.Wd)
+        self.frobenius, self.energy = whole.sqrt(), symmetric[channels]             # (d), (m)
+        found = [leading_eigen(self.Wg, self.Wu, self.Wd[k]) for k in channels]
+        self.value, self.second = (torch.tensor([f[i] for f in found]).double() for i in (0, 2))
+        self.vector = torch.stack([f[1] for f in found])                            # (m, d)
+
+    def __call__(self, x) -> dict:
+        """x (N, d), the stream before the norm -> (N, m) each: the sublayer's output without its
+        bias, the quadratic form, its leading term, cos^2(h, s*), and the share of |output| that
+        comes from gates above 4, where SiLU(z) > 0.98 z."""
+        h = F.rms_norm(x, x.shape[-1:], eps=self.norm.eps) if isinstance(self.norm, RMSNorm) \
+            else self.norm(x)
+        h = h.cpu().double()                                                        # (N, d)
+        g, u = (h @ W.T if b is None else h @ W.T + b.detach().cpu().double()       # (N, F)
+                for W, b in zip((self.Wg, self.Wu), self.bias))
+        w = self.Wd[self.channels].T                                                # (F, m)
+        parts, along = F.silu(g) * u, (h @ self.vector.T).square()                  # (N, F), (N, m)
+        return {"actual": parts @ w, "quadratic": (g * u) @ w, "leading": self.value * along,
+                "cos2": along / h.square().sum(1, keepdim=True),
+                "linear": (parts * (g > 4)).abs() @ w.abs() / (parts.abs() @ w.abs() + TINY)}
+
+
+def measure_forms(model, lives, rows, singles, batch_size: int) -> tuple[list[dict], dict]:
+    """The quadratic form of every SwiGLU in which a spike steps up or down, and what it does to
+    spike tokens and to others, medians -> list, {sublayer: points for a figure}.
+
+    Tokens: those of the text, and `singles`, each the first and only token of its sequence."""
+    life_of = {l: life for life in lives for l in life["step_up"] + life["step_down"]
+               if folded(model, l)}
+    forms = {l: Amplifier(model, l, list(life["channels"])[:4]) for l, life in life_of.items()}
+    seen, found = {l: defaultdict(list) for l in forms}, []
+    for tokens in (rows, singles[:, None]) if forms else ():
+        size = max(1, batch_size * rows.shape[1] // tokens.shape[1])
+        for l, (before, after) in (item for step in around(model, tokens, list(forms), size)
+                                   for item in step.items()):
+            up = spiking(torch.maximum(before.abs(), after.abs()), life_of[l]["bar"])
+            for key, value in {"spike": up, **forms[l](before.flatten(0, 1))}.items():
+                seen[l][key].append(value.cpu() if key != "spike" else value.flatten().cpu())
+    points = {l: {key: torch.cat(parts) for key, parts in x.items()} for l, x in seen.items()}
+    for l, form in sorted(forms.items()):
+        x = {key: value for key, value in points[l].items() if key != "spike"}      # (N, m) each
+        typical = lambda mask: {key: value[mask].median(0).values.tolist()
+                                for key, value in x.items()} if mask.any() else None
+        found.append({
+            "sublayer": l, "channels": form.channels, "eigenvalue": form.value.tolist(),
+            "runner_up": form.second.tolist(),
+            "share": (form.value.square() / form.energy).tolist(),
+            "frobenius": form.frobenius[form.channels].tolist(),
+            "frobenius_median": form.frobenius.median().item(),
+            "same_direction": (form.vector @ form.vector[0]).abs().tolist(),
+            "chance": 1 / len(form.frobenius), "spike": typical(points[l]["spike"]),
+            "others": typical(~points[l]["spike"])})
+    return found, points
+
+
+def measure_vocabulary(model, life: dict, median: float, ids, text, batch_size: int):
+    """Each id alone, as the first token: its largest |entry| after the step up [Spike 3.4]."""
+    l, bar = life["step_up"][-1], life["bar"]
+    size = torch.cat([step[l][1].abs().amax(-1)[:, 0].cpu()
+                      for step in around(model, ids[:, None], [l], batch_size)])    # (n)
+    low = size < (bar or 0)
+    smallest, middle, largest = size.quantile(torch.tensor([0.0, 0.5, 1.0])).tolist()
+    return {"n": len(ids), "of": model.config.vocab_size, "sublayer": l, "threshold": bar,
+            "share": 1 - low.float().mean().item() if bar else None,
+            "share_massive": (size >= max(100.0, 1000 * median)).float().mean().item(),
+            "exceptions": [text(token) for token in ids[low][:8]],
+            "smallest": smallest, "middle": middle, "largest": largest}, size
+
+
+def participation(x: torch.Tensor) -> torch.Tensor:
+    """Effective number of entries (sum x^2)^2 / sum x^4: m equal ones among zeros give m.
+    (..., d) -> (...)."""
+    square = x.double().square()                                                    # (..., d)
+    return square.sum(-1).square() / (square.square().sum(-1) + TINY)               # (...)
+
+
+class Geometry:
+    """What the norm and the key projection make of groups of tokens. Set `groups` before a batch:
+    name -> (B, T) bool. Keys are turned back to position 0, so that rotation adds no dimension."""
+
+    names = {"stream", "norm_out", "k"}
+
+    def __init__(self, config):
+        self.config, self.groups, self.mean = config, {}, Means()
+        self.unit, self.count, self.gram = {}, {}, {}
+
+    def __call__(self, name, l, x):
+        if name == "k":
+            x = x.transpose(1, 2).float()                                           # (B, T, G, D)
+            if self.config.pos == "rope":
+                cos, sin = rope_table(torch.arange(x.shape[1], device=x.device), self.config)
+                x = rotate(x, cos[:, None], -sin[:, None])                          # (B, T, G, D)
+        for group, mask in self.groups.items():
+            rows, key = x[mask.to(x.device)].float(), (group, l)                    # (n, ...)
+            if not len(rows):
+                continue
+            if name == "k":
+                gram = torch.einsum("ngi,ngj->gij", rows, rows).cpu().double()      # (G, D, D)
+                self.gram[key] = self.gram.get(key, 0) + gram
+            else:
+                self.mean.add((name, *key), participation(rows))
+            if name == "norm_out":
+                self.unit[key] = self.unit.get(key, 0) + F.normalize(rows, dim=-1).sum(0).cpu()
+                self.count[key] = self.count.get(key, 0) + len(rows)
+
+    def cosine(self, a: str, b: str, l: int) -> float | None:
+        """Mean cosine of pairs of tokens, one of group a and one of b, at the output of norm l."""
+        if (a, l) not in self.unit or (b, l) not in self.unit:
+            return None
+        n, m, product = self.count[a, l], self.count[b, l], self.unit[a, l] @ self.unit[b, l]
+        if a == b:
+            return ((product - n) / (n * (n - 1))).item() if n > 1 else None
+        return (product / (n * m)).item()
+
+    def dimension(self, group: str, l: int):
+        """Of the keys, per key head: participation of the energies of its axes, axes for 99 %."""
+        energy = torch.linalg.eigvalsh(self.gram[group, l]).flip(-1).clamp(min=0)   # (G, D)
+        share = energy.cumsum(-1) / energy.sum(-1, keepdim=True)                    # (G, D)
+        return participation(energy.sqrt()).tolist(), ((share < 0.99).sum(-1) + 1).tolist()
+
+
+class Gaps:
+    """How far the first key's logit stands above the other keys', and who else is looked at."""
+
+    names, short = {"q", "k", "attn_probs"}, True
+
+    def __init__(self):
+        self.groups, self.mean, self.q = {}, Means(), None
+
+    def __call__(self, name, l, x):
+        if name == "attn_probs":
+            return self.looks(l, x.float())
+        if name == "q":
+            self.q = x.float()                                                      # (B, H, T, D)
+            return
+        q, T = self.q, x.shape[2]
+        k = x.float().repeat_interleave(q.shape[1] // x.shape[1], 1)                # (B, H, T, D)
+        logits = (q @ k.mT / q.shape[-1] ** 0.5)[..., 1:, :]                        # (B, H, T-1, T)
+        seen = torch.ones(T, T, dtype=torch.bool, device=x.device).tril()[1:, 1:]   # (T-1, T-1)
+        first, rest = logits[..., 0], logits[..., 1:]
+        gap = first - (rest * seen).sum(-1) / seen.sum(-1)                          # (B, H, T-1)
+        best = first - rest.masked_fill(~seen, -math.inf).amax(-1)                  # (B, H, T-1)
+        for key, value in (("gap", gap), ("square", gap.double().square()), ("best", best)):
+            self.mean.add((key, l), value, over=(0, 2))                             # (H)
+
+    def looks(self, l, p):
+        """Mean attention that the keys of a group get from later queries, position 0 aside."""
+        later = p.tril(-1).sum(-2) / (p.shape[-1] - 1 -                             # (B, H, T)
+                                      torch.arange(p.shape[-1], device=p.device)).clamp(min=1)
+        for group, mask in self.groups.items():
+            mask = mask[:, :p.shape[-1]].to(p.device).clone()
+            mask[:, 0] = mask[:, -1] = False
+            self.mean.add((group, l), later.mean(1)[mask])                          # (n)
+
+
+def measure_geometry(model, rows, groups: dict, singles, wide: int, batch_size: int):
+    """One pass over the text, one over first tokens that spike alone -> Geometry, Gaps."""
+    geometry, gaps, device = Geometry(model.config), Gaps(), model.embed.weight.device
+    for at in torch.arange(len(rows)).split(batch_size):
+        x = rows[at].to(device)
+        geometry.groups = gaps.groups = {name: mask[at] for name, mask in groups.items()}
+        model(x, record=geometry)
+        model(x[:, :SINK_TOKENS], record=gaps)
+    for x in singles[:, None].split(wide):
+        geometry.groups = {"spike": torch.ones(len(x), 1, dtype=torch.bool)}
+        model(x.to(device), record=geometry)
+    return geometry, gaps
+
+class Edited(torch.nn.Module):
+    """A plain residual in which, after sublayer l, entries of the stream are given other values.
+
+    choose(stream) -> bool mask and values, (B, T, d) or broadcastable. The write becomes what puts
+    them there, so the sum stays a sum, and with an empty mask every bit stays what it was.
+    """
+
+    def __init__(self, l: int, choose):
+        super().__init__()
+        self.l, self.choose = l, choose
+
+    def start(self, x, record=None):
+        return x                                                                    # (B, T, d)
+
+    def read(self, state, l: int):
+        return state                                                                # (B, T, d)
+
+    def write(self, state, l: int, u, y, null):
+        if l != self.l:
+            return state + y                                                        # (B, T, d)
+        mask, values = self.choose(state + y)
+        return state + torch.where(mask, values - state, y)                         # (B, T, d)
+
+    def finish(self, state):
+        return state                                                                # (B, T, d)
+
+    def penalty(self, state):
+        return 0.0
+
+
+@contextlib.contextmanager
+def edited(model, l: int, choose):
+    """The model with `Edited` in the place of its residual; afterwards its own again."""
+    own, model.residual = model.residual, Edited(l, choose)
+    try:
+        yield model
+    finally:
+        model.residual = own
+
+
+def interventions(life: dict, width: int, seed: int = 0) -> dict:
+    """name -> choose, for the spike channels of the spike tokens: zero, their mean over the spike
+    tokens, and a control that zeroes as many other channels of as many other tokens."""
+    channels, g = list(life["channels"]), torch.Generator().manual_seed(seed)
+    others = [c for c in torch.randperm(width, generator=g).tolist() if c not in channels]
+    others = others[:len(channels)]
+
+    def entries(x, tokens, channels):
+        mask = torch.zeros(x.shape, dtype=torch.bool, device=x.device)              # (B, T, d)
+        mask[..., channels] = tokens[..., None]
+        return mask
+
+    def control(x):
+        tokens = spiking(x, life["bar"])                                            # (B, T)
+        draw = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(seed))
+        rank = draw.to(x.device).masked_fill(tokens, 2.0).argsort(1).argsort(1)     # (B, T)
+        chosen = (rank < tokens.sum(1, keepdim=True)) & ~tokens                     # (B, T)
+        return entries(x, chosen, others), torch.zeros_like(x)
+
+    def zero(x):
+        return entries(x, spiking(x, life["bar"]), channels), torch.zeros_like(x)
+
+    def mean(x):
+        values = torch.zeros_like(x)                                                # (B, T, d)
+        values[..., channels] = torch.tensor(list(life["channels"].values())).to(x)
+        return entries(x, spiking(x, life["bar"]), channels), values
+
+    return {"zero": zero, "mean": mean, "control": control}
+
+
+def measure_interventions(model, windows, lives: list[dict], batch_size: int, untouched: dict):
+    """Loss and sinks with each life's spikes edited right after its last step up."""
+    found = []
+    for life in lives:
+        arms = {"untouched": untouched}
+        for name, choose in interventions(life, model.config.d_model).items():
+            sinks = Sinks()
+            with edited(model, life["step_up"][-1], choose):
+                nll, _ = run_passes(model, windows, [sinks], batch_size)
+            arms[name] = {"loss": nll / windows.n_targets, **sinks.brief()}
+        found.append({"after": life["step_up"][-1], "n_tokens": life["n_tokens"],
+                      "channels": list(life["channels"]), **arms})
+    return found
+
+
+def list_heads(sinks: Sinks, gaps: Gaps) -> list[dict]:
+    """All heads, the strongest sink first. mass: attention to position 0 (T = 64, queries >= 1);
+    gap: lead of the first key's logit over the mean of the other keys' (gap_best: over the largest
+    of them), gap_sd its standard deviation over queries and sequences."""
+    found = []
+    for i, l in enumerate(sinks.mean.depth("first")):
+        gap, square, best = (gaps.mean[key, l] for key in ("gap", "square", "best"))    # (H) each
+        spread = (square - gap.square()).clamp(min=0).sqrt()                        # (H)
+        found += [{"layer": i, "head": h, "mass": mass, "gap": gap[h].item(),
+                   "gap_sd": spread[h].item(), "gap_best": best[h].item()}
+                  for h, mass in enumerate(sinks.mean["first", l].tolist())]
+    return sorted(found, key=lambda head: -head["mass"])
+
+
+def absent(model, main: dict, forms: list[dict]) -> list[str]:
+    """What this model has not, a line each."""
+    c, l = model.config, main["step_up"][-1]
+    lines = {
+        f"No entry reaches {SPIKE_RATIO} times the median of its hidden state: there is no spike, "
+        "and what follows describes the first token and the rise of its largest entry":
+            main["young"],
+        "No feed-forward layer is a SwiGLU, so there is no quadratic form": c.ffn != "swiglu",
+        f"The largest step up, {block_name(model.kinds, l)}, is no SwiGLU":
+            c.ffn == "swiglu" and l not in [form["sublayer"] for form in forms],
+        "Feed-forward outputs pass a norm before they are added; the quadratic form predicts them "
+        "before it": c.norm in ("sandwich", "sandwich-qk"),
+        f"The residual ({c.residual}) is no plain sum: sizes are of what the sublayers read, the "
+        "last of what is decoded, and nothing can be edited": not plain_sum(model),
+        "Heads are not grouped: every head has keys of its own": c.n_kv_head == c.n_head}
+    return [line for line, holds in lines.items() if holds]
+
+
+def plain_sum(model) -> bool:
+    return type(model.residual) is StandardResidual
+
+
+def dissect(model, tokens, *, T: int | None = None, n_sequences: int = 8, batch_size: int = 8,
+            bos_policy: str = "none", tokenizer=None, vocabulary: int = 8192, singles: int = 512,
+            epsilon: float = EPSILON, protocol: dict | None = None, progress: bool = False,
+            **about) -> tuple[dict, dict]:
+    """The anatomy of a model's spikes and sinks -> (what metrics.json holds, points for a figure).
+
+    model, tokens and most options as for `evaluate`; T is at most 256 unless given. tokenizer: its
+    name, to show tokens as text. vocabulary: ids tried as first token, drawn with a fixed seed;
+    singles: how many of them are also followed through the network. What a model has not (a spike,
+    a SwiGLU, a stream that is a plain sum) is said in `notes` and left out.
+    """
+    model, started = unwrap(model), time.time()
+    windows = open_windows(model, tokens, T=T or min(256, model.config.block_size), bos_policy=
+                           bos_policy, tokenizer=tokenizer, n_sequences=n_sequences,
+                           batch_size=batch_size, **about)
+    reader = None if tokenizer is None else \
+        tokens.reader(tokenizer) if is_source(tokens) else get_tokenizer(tokenizer)
+    text = lambda token: reader.decode([int(token)]) if reader else f"id {int(token)}"
+    known = min(model.config.vocab_size, reader.vocab_size if reader else math.inf)
+    bar = tqdm(total=6, desc="life", disable=None if progress else True, leave=False)
+    step = lambda what: (bar.update(), bar.set_description(what))
+    probe, sinks = Sizes(), Sinks(epsilon)
+    with evaluating(model):
+        nll, rows = run_passes(model, windows, [probe, sinks], batch_size)
+        if rows.shape[1] < 4:
+            raise EvalError("an anatomy needs windows of at least 4 tokens")
+        sizes = size, _, median = probe.result()
+        lives = measure_lives(model, sizes, rows, text, batch_size)
+        main = max(lives, key=lambda life: life["peak"])
+        step("vocabulary")
+        order = torch.randperm(known, generator=torch.Generator().manual_seed(0))
+        ids, wide = order[:vocabulary], batch_size * rows.shape[1]
+        words, first = measure_vocabulary(
+            model, main, median[main["step_up"][-1] + 1].item(), ids, text, wide)
+        step("quadratic forms")
+        forms, clouds = measure_forms(model, lives, rows, ids[:singles], batch_size)
+        energy = {l: form_energy(*(w.float() for w in folded(model, l)))[0].sqrt()
+                  for l in range(len(model.kinds)) if folded(model, l)}
+        step("norms and keys")
+        any_life = torch.stack([life["mask"] for life in lives]).any(0)             # (n, T)
+        groups = {"spike": main["mask"], "early": any_life & ~main["mask"], "ordinary": ~any_life}
+        alone = ids if main["bar"] is None else ids[first >= main["bar"]]
+        geometry, gaps = measure_geometry(model, rows, groups, alone[:singles], wide, batch_size)
+        step("interventions")
+        untouched = {"loss": nll / windows.n_targets, **sinks.brief()}
+        edits = measure_interventions(model, windows, lives, batch_size, untouched) \
+            if plain_sum(model) else []
+        bar.close()
+    received = {name: [gaps.mean[name, l].item() if gaps.mean.count[name, l] else None
+                       for l in gaps.mean.depth("gap")] for name in ("early", "ordinary")}
+    heads = list_heads(sinks, gaps)
+    about = {"spike_ratio": SPIKE_RATIO, "step_share": 0.25, "seconds": time.time() - started}
+    anatomy = {
+        "protocol": describe(model, tokens, rows, bos_policy, None) | about | (protocol or {}),
+        "kinds": model.kinds, "notes": absent(model, main, forms), "main": lives.index(main),
+        "lives": [{k: v for k, v in life.items() if k != "mask"} for life in lives],
+        "vocabulary": words,
+        "forms": {"blocks": forms, "sublayers": list(energy),
+                  "largest": [x.max().item() for x in energy.values()],
+                  "median": [x.median().item() for x in energy.values()]},
+        "norms": norm_table(geometry, model.kinds), "keys": key_table(geometry, model.kinds),
+        "sinks": sinks.result() | {"heads": heads, "received": received}, "interventions": edits}
+    return anatomy, {"size": size, "median": median, "groups": groups, "first": first,
+                     "forms": clouds}
+
+
+def norm_table(geometry: Geometry, kinds: list[str]) -> list[dict]:
+    """Per sublayer: effective channels before the gain and after it, cosines after it."""
+    at = lambda name, group, l: geometry.mean[name, group, l].item() \
+        if (name, group, l) in geometry.mean else None
+    groups = ("spike", "early", "ordinary")
+    return [{"sublayer": l,
+             "channels_raw": {g: at("stream", g, l - 1) for g in groups},
+             "channels": {g: at("norm_out", g, l) for g in groups},
+             "cosine": {g: geometry.cosine(g, g, l) for g in groups}
+             | {"spike_ordinary": geometry.cosine("spike", "ordinary", l),
+                "spike_early": geometry.cosine("spike", "early", l)}} for l in range(len(kinds))]
+
+
+def key_table(geometry: Geometry, kinds: list[str]) -> list[dict]:
+    """Per attention layer, mean over key heads: effective dimension, and axes for 99 % energy."""
+    table = []
+    for l, kind in enumerate(kinds):
+        if kind == "attn":
+            entry = {"sublayer": l, "head_dim": geometry.config.head_dim}
+            for group in ("spike", "ordinary"):
+                dims = geometry.dimension(group, l) if (group, l) in geometry.gram else None
+                entry[group] = dims and {"effective": float(np.mean(dims[0])),
+                                         "axes_99": float(np.mean(dims[1]))}
+            table.append(entry)
+    return table
+
+
+def block_name(kinds: list[str], l: int) -> str:
+    """Sublayer 23 -> "block 24 (feed-forward of layer 11)": the papers count blocks from 1."""
+    layer = kinds[:l + 1].count("attn") - 1
+    return f"block {l + 1} ({ {'attn': 'attention', 'ffn': 'feed-forward'}[kinds[l]]} of layer " \
+           f"{layer})"
+
+
+GREEN, GREY = "#009E73", "#888888"
+SPIKE, EARLY, OTHER = ("spike tokens", RED), ("early spike tokens", GREEN), ("other tokens", BLUE)
+
+
+def draw_anatomy(anatomy: dict, points: dict, title: str):
+    """One page, twelve panels; blocks as the papers count them: from 1, attention odd."""
+    fig, axes = new_figure(13.5, 13, 4, 3)
+    fig.suptitle(title, fontsize=15, weight="bold")
+    for ax, panel in zip(axes, (panel_life, panel_channels, panel_vocabulary, panel_forms,
+                                panel_prediction, panel_alignment, panel_effective, panel_cosine,
+                                panel_keys, panel_heads, panel_received, panel_edits)):
+        panel(ax, anatomy, points)
+        if not ax.has_data():
+            ax.text(0.5, 0.5, "this model has none", ha="center", color=GREY,
+                    transform=ax.transAxes)
+        ax.set_title(ax.get_title(), fontsize=11)
+        if ax.get_xlabel() == "block":
+            for life in anatomy["lives"]:
+                end = min(life["step_down"] or [len(anatomy["kinds"]) - 1])
+                ax.axvspan(life["step_up"][-1] + 1, end + 1, color=RED, alpha=0.06, lw=0)
+        if ax.get_legend_handles_labels()[0]:
+            ax.legend(frameon=False, fontsize=8)
+    return fig
+
+
+def by_block(ax, values: list, label: str, color: str, at=None, **style):
+    """A line over blocks; None where there is nothing to show."""
+    if any(v is not None for v in values):
+        at = range(len(values)) if at is None else at
+        ax.plot([l + 1 for l in at], [np.nan if v is None else v for v in values], color=color,
+                label=label, **{"lw": 1.6, **style})
+
+
+def panel_life(ax, anatomy, points):
+    size, groups = points["size"], points["groups"]                                 # (L + 1, n, T)
+    for group, (label, color) in zip(("spike", "early", "ordinary"), (SPIKE, EARLY, OTHER)):
+        if groups[group].any():
+            by_block(ax, size[:, groups[group]].median(1).values.tolist(), label, color,
+                     at=range(-1, len(size) - 1))
+    by_block(ax, points["median"].tolist(), "median |entry|", GREY, at=range(-1, len(size) - 1),
+             ls=":")
+    for life in anatomy["lives"]:
+        for key, mark in (("step_up", "^"), ("step_down", "v")):
+            at = life[key]
+            ax.plot([l + 1 for l in at], size.amax((1, 2))[[l + 1 for l in at]], mark,
+                    color="black", ms=7)
+    ax.set(title="Life of the spikes", xlabel="block", ylabel="largest |entry| of a token",
+           yscale="log")
+
+
+def panel_channels(ax, anatomy, points):
+    channels = anatomy["lives"][anatomy["main"]]["channels"]
+    ax.bar(range(len(channels)), [abs(v) for v in channels.values()],
+           color=[RED if v > 0 else BLUE for v in channels.values()])
+    ax.set_xticks(range(len(channels)), channels, rotation=60, fontsize=8)
+    ax.set(title="Spike channels after the step up", xlabel="channel (blue: negative)",
+           ylabel="|mean| over spike tokens", yscale="log",
+           ylim=(min(map(abs, channels.values())) / 3, None))
+
+
+def panel_vocabulary(ax, anatomy, points):
+    v = anatomy["vocabulary"]
+    first = points["first"].clamp(min=TINY).numpy()
+    ax.hist(first, np.geomspace(first.min() * 0.9, first.max() * 1.1, 60), color=RED)
+    if v["threshold"]:
+        ax.axvline(v["threshold"], color="black", ls="--")
+    share = f": {v['share']:.2%} spike" if v["share"] is not None else ""
+    ax.set(title=f"{v['n']:,} tokens, each alone{share}", xscale="log", yscale="log",
+           xlabel="largest |entry| after the step up", ylabel="tokens")
+
+
+def panel_forms(ax, anatomy, points):
+    forms = anatomy["forms"]
+    by_block(ax, forms["largest"], "largest channel", RED, at=forms["sublayers"], marker="o", ms=3)
+    by_block(ax, forms["median"], "median channel", BLUE, at=forms["sublayers"])
+    for life in anatomy["lives"]:
+        for l in life["step_up"] + life["step_down"]:
+            if l in forms["sublayers"]:
+                mark = "^" if l in life["step_up"] else "v"
+                ax.plot(l + 1, forms["largest"][forms["sublayers"].index(l)], mark, color="black",
+                        ms=9)
+    ax.set(title="Size of the quadratic forms", xlabel="block", ylabel=r"$\|U_k\|_F$",
+           yscale="log")
+
+
+def main_form(anatomy, points):
+    """The form of the main step up and its cloud of points, or None twice."""
+    l = anatomy["lives"][anatomy["main"]]["step_up"][-1]
+    return next((form for form in anatomy["forms"]["blocks"] if form["sublayer"] == l), None), \
+        points["forms"].get(l)
+
+
+def panel_prediction(ax, anatomy, points):
+    form, x = main_form(anatomy, points)
+    ax.set(title=r"Output against $\lambda^* d\,\cos^2(h, s^*)$", xlabel="predicted",
+           ylabel="written by the feed-forward")
+    if form is None:
+        return
+    k, sign = form["channels"][0], math.copysign(1, form["eigenvalue"][0])
+    for mask, (label, color) in ((~x["spike"], OTHER), (x["spike"], SPIKE)):
+        ax.plot((sign * x["leading"][mask, 0]).clamp(min=TINY), sign * x["actual"][mask, 0], ".",
+                color=color, label=label, ms=4, alpha=0.5)
+    low, high = (sign * x["leading"][:, 0]).quantile(torch.tensor([0.02, 1]).double()).tolist()
+    ends = [max(1e-2, low), 1.5 * high]
+    ax.plot(ends, ends, color="black", lw=0.8, ls="--")
+    ax.set_yscale("symlog", linthresh=10)
+    ax.set(xscale="log", xlim=ends,
+           title=rf"Channel {k}: output against $\lambda^* d\,\cos^2(h, s^*)$")
+
+
+def panel_alignment(ax, anatomy, points):
+    form, x = main_form(anatomy, points)
+    ax.set(title=r"Alignment with the amplifier's axis", xlabel=r"$\cos^2(h, s^*)$",
+           ylabel="share of tokens")
+    if form is None:
+        return
+    bins = np.geomspace(1e-7, 1, 50)
+    for mask, (label, color) in ((~x["spike"], OTHER), (x["spike"], SPIKE)):
+        if mask.any():
+            values = x["cos2"][mask, 0].clamp(min=1e-7).numpy()
+            ax.hist(values, bins, weights=np.full(len(values), 1 / len(values)), color=color,
+                    alpha=0.7, label=label)
+    ax.axvline(form["chance"], color="black", ls="--", label="chance, 1 / d")
+    ax.set(xscale="log")
+
+
+def panel_effective(ax, anatomy, points):
+    for group, (label, color) in zip(("spike", "early", "ordinary"), (SPIKE, EARLY, OTHER)):
+        by_block(ax, [entry["channels_raw"][group] for entry in anatomy["norms"]], label, color)
+    ax.set(title="Effective channels that a norm sees", xlabel="block", yscale="log",
+           ylabel=r"$(\sum x^2)^2 / \sum x^4$")
+
+
+def panel_cosine(ax, anatomy, points):
+    norms = [entry for entry, kind in zip(anatomy["norms"], anatomy["kinds"]) if kind == "attn"]
+    for key, label, color in (("spike", "spike - spike", RED), ("early", "early - early", GREEN),
+                              ("ordinary", "other - other", BLUE),
+                              ("spike_ordinary", "spike - other", GREY)):
+        by_block(ax, [entry["cosine"][key] for entry in norms], label, color,
+                 at=[entry["sublayer"] for entry in norms])
+    ax.set(title="Cosine of two tokens, as attention reads them", xlabel="block", ylabel="cosine")
+
+
+def panel_keys(ax, anatomy, points):
+    keys = anatomy["keys"]
+    for group, (label, color) in (("spike", SPIKE), ("ordinary", OTHER)):
+        by_block(ax, [entry[group] and entry[group]["axes_99"] for entry in keys], label, color,
+                 at=[entry["sublayer"] for entry in keys], marker="o", ms=3)
+    ax.set(title=f"Axes that hold 99 % of the keys, of {keys[0]['head_dim']}", xlabel="block",
+           ylabel="axes, mean over key heads", yscale="log")
+
+
+def panel_heads(ax, anatomy, points):
+    per_head = np.array(anatomy["sinks"]["per_head"]).T                             # (H, layers)
+    image = ax.imshow(per_head, cmap="cividis", vmin=0, vmax=1, aspect="auto")
+    heads = sum(head["mass"] > anatomy["sinks"]["epsilon"] for head in anatomy["sinks"]["heads"])
+    ax.set(title=f"Attention to the first token: {heads} sink heads of {per_head.size}",
+           xlabel="attention layer", ylabel="head")
+    ax.figure.colorbar(image, ax=ax)
+
+
+def panel_received(ax, anatomy, points):
+    sinks = anatomy["sinks"]
+    mean = [float(np.mean(row)) for row in sinks["per_head"]]
+    early, ordinary = sinks["received"]["early"], sinks["received"]["ordinary"]
+    for values, (label, color) in ((mean, ("first token", RED)), (early, EARLY), (ordinary, OTHER)):
+        by_block(ax, values, label, color, at=sinks["layers"], marker="o", ms=3)
+    ax.set(title="Attention that one key gets from later queries", xlabel="block",
+           ylabel="mean over heads")
+
+
+def panel_edits(ax, anatomy, points):
+    ax.set(title="Loss when spikes are edited after the step up", ylabel="added loss, nats")
+    edits, arms = anatomy["interventions"], (("zero", RED), ("mean", GREEN), ("control", BLUE))
+    for j, (arm, color) in enumerate(arms if edits else ()):
+        added = [edit[arm]["loss"] - edit["untouched"]["loss"] for edit in edits]
+        bars = ax.bar(np.arange(len(edits)) + 0.27 * (j - 1), added, 0.25, color=color, label=arm)
+        ax.bar_label(bars, [f"{v:+.3f}" for v in added], fontsize=8, padding=2)
+    if edits:
+        ax.set_xticks(range(len(edits)), [f"block {edit['after'] + 1}\n{edit['n_tokens']} tokens"
+                                          for edit in edits])
+
+
+# The report: a heading, two sentences and at most one table for each measurement.
+
+def number(x) -> str:
+    return "–" if x is None else f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}"
+
+
+def flow(text: str) -> str:
+    """A paragraph from lines that were broken for the eye of whoever reads this file."""
+    return " ".join(text.split())
+
+
+def blocks(a: dict, sublayers: list[int]) -> str:
+    return " and ".join(block_name(a["kinds"], l) for l in sublayers) or "no block"
+
+
+def report_life(a: dict) -> str:
+    parts, main = [], a["lives"][a["main"]]
+    for life in a["lives"]:
+        words = ", ".join(f"`{word['text']!r}` x {word['count']}" for word in life["words"][:5])
+        massive = "massive" if life["massive"] else "not massive"
+        parts.append(flow(f"""
+            A spike of {number(life['peak'])}, {number(life['ratio'])} medians ({massive} by Sun et
+            al.: over 100 and 1000 medians), in channel {life['channel']} of `{life['text']!r}` at
+            position {life['position']} steps up in {blocks(a, life['step_up'])} and down in
+            {blocks(a, life['step_down'])}. After the step up {life['n_tokens']} tokens reach a
+            quarter of the largest, {life['at_first']} of them at position 0: {words}."""))
+    parts.append(markdown([f"channel after block {main['step_up'][-1] + 1}", "mean, spike tokens"],
+                          [[str(c), number(v)] for c, v in main["channels"].items()]))
+    return "\n\n".join(parts)
+
+
+def report_vocabulary(a: dict) -> str:
+    v = a["vocabulary"]
+    spike = "there is no threshold, for nothing spikes in the text"
+    if v["threshold"]:
+        spike = f"{v['share']:.2%} reach {number(v['threshold'])}, a quarter of the text's largest"
+    if v["exceptions"]:
+        spike += f" (not so {', '.join(f'`{text!r}`' for text in v['exceptions'])})"
+    return flow(f"""
+        {v['n']:,} of the {v['of']:,} ids, each alone as the first and only token of its sequence:
+        after {block_name(a['kinds'], v['sublayer'])} {spike}. Their largest entries run from
+        {number(v['smallest'])} over {number(v['middle'])} (median) to {number(v['largest'])}.""")
+
+
+FORM_COLUMNS = (    # header, key, of which tokens
+    ("norm of U", "frobenius", None), ("λ*", "eigenvalue", None), ("next", "runner_up", None),
+    ("share", "share", None), ("same s*", "same_direction", None), ("cos²", "cos2", "spike"),
+    ("cos², others", "cos2", "others"), ("λ* d cos²", "leading", "spike"),
+    ("h'Uh", "quadratic", "spike"), ("output", "actual", "spike"), ("open", "linear", "spike"))
+
+
+def report_forms(a: dict) -> str:
+    forms = a["forms"]["blocks"]
+    if not forms:
+        return "There is no SwiGLU in which anything steps up or down."
+    cell = lambda form, key, who, i: \
+        number(form[key][i] if who is None else form[who] and form[who][key][i])
+    rows = [[str(form["sublayer"] + 1), str(k)] + [cell(form, key, who, i) for _, key, who
+                                                   in FORM_COLUMNS]
+            for form in forms for i, k in enumerate(form["channels"])]
+    medians = ", ".join(f"{number(form['frobenius_median'])} in block {form['sublayer'] + 1}"
+                        for form in forms)
+    return flow(f"""
+        With h = x / rms(x), so that |h|² = d, and the norm's gain folded into the weights, a SwiGLU
+        with open gates is F_k(h) ≈ h'U_k h; where the symmetric part of U_k has one large
+        eigenvalue λ* with vector s*, F_k ≈ λ* d cos²(h, s*). Medians over spike tokens of that
+        prediction, the form and the output; a random direction has cos² =
+        {number(forms[0]['chance'])}, a median channel a norm of {medians}, 'share' is λ*² of the
+        squared norm of the symmetric part, 'same s*' the |cosine| with the first channel's s*,
+        'open' the share of the output from gates above 4, where SiLU(z) > 0.98 z.
+        """) + "\n\n" + markdown(["block", "channel"] + [c[0] for c in FORM_COLUMNS], rows)
+
+
+def report_norms(a: dict) -> str:
+    after = a["lives"][a["main"]]["step_up"][-1] + 1
+    if after >= len(a["norms"]):
+        return "No sublayer follows the step up."
+    entry = a["norms"][after]
+    pick = lambda key, group: number(entry[key][group])
+    return flow(f"""
+        At {block_name(a['kinds'], after)}, the first to read it, a spike token has
+        {pick('channels_raw', 'spike')} effective channels, and {pick('channels', 'spike')} after
+        the norm's gain (other tokens: {pick('channels_raw', 'ordinary')} and
+        {pick('channels', 'ordinary')}). The norm leaves two spike tokens at a cosine of
+        {pick('cosine', 'spike')}, two others at {pick('cosine', 'ordinary')}, and one of each at
+        {pick('cosine', 'spike_ordinary')}.""")
+
+
+def report_sinks(a: dict) -> str:
+    s, up = a["sinks"], a["lives"][a["main"]]["step_up"][-1]
+    found = [head for head in s["heads"] if head["mass"] > s["epsilon"]]
+    rest = [head for head in s["heads"] if head["mass"] <= s["epsilon"]]
+    mean = lambda heads, key: number(float(np.mean([h[key] for h in heads])) if heads else None)
+    keys = [k for k in a["keys"] if k["sublayer"] > up and k["spike"] and k["ordinary"]]
+    axes = lambda group, key: number(float(np.mean([k[group][key] for k in keys]))
+                                     if keys else None)
+    rows = [[f"{h['layer']}.{h['head']}"] + [number(h[key]) for key in
+            ("mass", "gap", "gap_sd", "gap_best")] for h in found[:8]]
+    table = markdown(["layer.head", "mass", "logit gap", "sd", "gap to the best"], rows)
+    layers = {layer: sorted(h["head"] for h in found if h["layer"] == layer)
+              for layer in sorted({h["layer"] for h in found})}
+    names = "; ".join(f"{layer}: {' '.join(map(str, row))}" for layer, row in layers.items())
+    return flow(f"""
+        {len(found)} of {len(s['heads'])} heads give position 0 more than {s['epsilon']:g} of their
+        attention; the sink ratio is {s['ratio_gu']:.1%} by Gu et al. and {s['ratio_spike']:.1%} by
+        the Spike paper (T = {s['T']}). In these heads the first key's logit leads the mean of the
+        others by {mean(found, 'gap')} ± {mean(found, 'gap_sd')} over queries, in the rest by
+        {mean(rest, 'gap')} ± {mean(rest, 'gap_sd')}; above the step up the keys of spike tokens
+        have {axes('spike', 'effective')} effective dimensions, and {axes('spike', 'axes_99')} axes
+        hold 99 % of them, against {axes('ordinary', 'effective')} and
+        {axes('ordinary', 'axes_99')} of {a['keys'][0]['head_dim']} for other tokens (rotation
+        undone, mean over key heads).""") + f"\n\n{table}\nSink heads by layer: {names or 'none'}."
+
+
+def report_edits(a: dict) -> str:
+    if not a["interventions"]:
+        return "Nothing was edited, because the residual is no plain sum."
+    arms, keys = ("untouched", "zero", "mean", "control"), ("loss", "first_token_mass", "ratio_gu")
+    rows = [[f"{edit['after'] + 1}: {edit['n_tokens']} tokens, {len(edit['channels'])} channels",
+             arm] + [f"{edit[arm][key]:.4f}" for key in keys]
+            for edit in a["interventions"] for arm in arms]
+    main = a["interventions"][a["main"]]
+    zero, mean, control = (f"{main[arm]['loss'] - main['untouched']['loss']:+.4f}"
+                           for arm in arms[1:])
+    return flow(f"""
+        Right after the step up the spike channels of the spike tokens are set to zero ({zero} nats
+        for the largest spike), to their mean over the spike tokens ({mean}), or, as a control, as
+        many other channels of as many other tokens to zero ({control}). Where a mean costs little
+        and zero much, the network needs the spike and not what it says of its token.
+        """) + "\n\n" + markdown(["after block", "edit", "loss", "first-token mass",
+                                  "sink ratio (Gu)"], rows)
+
+
+def anatomy_report(anatomy: dict, name: str) -> str:
+    """Everything in words, two sentences a measurement, and what the model has not."""
+    parts = {"The life of the spikes": report_life,
+             "Which tokens spike when they are first": report_vocabulary,
+             "The feed-forward layer as an amplifier": report_forms,
+             "What the norm makes of a spike token": report_norms,
+             "Sinks: heads, keys and logits": report_sinks, "What the loss says": report_edits}
+    text = [f"# Anatomy of {name}",
+            flow(f"""{anatomy['protocol']['text']}. Blocks are counted from 1, attention and
+                 feed-forward separately."""), "![the anatomy on one page](figures/anatomy.png)",
+            "\n".join(f"- {note}." for note in anatomy["notes"])]
+    text += [f"## {heading}\n\n{write(anatomy).rstrip()}" for heading, write in parts.items()]
+    return "\n\n".join(part for part in text if part) + "\n"
+
+
 # --------------------------------------------------------------------------------------- program
 
 PRETRAINED_T = 512      # default context for pretrained folders: Llama's own would take hours here
@@ -1439,7 +2339,25 @@ def report_stream(model, run: dict, folder: str, specs: list[str], *, data=None,
     return found
 
 
-def measure_apart(path: str, args, out: str | None):
+def report_anatomy(model, run: dict, folder: str, name: str, *, data: str | None = None,
+                   bos: str | None = None, draw: bool = True, T: int | None = None,
+                   **options) -> dict:
+    """Dissect a model: FOLDER/anatomy.md and figures/anatomy.png -> for metrics.json."""
+    T = min(256, model.config.block_size) if T is None else T
+    about = {key: run.get(key) for key in ("git", "arch", "size", "seed", "steps", "tokens")}
+    anatomy, points = dissect(
+        model, text_of(run, data), tokenizer=run.get("tokenizer") or "bytes", protocol=about,
+        progress=True, **with_defaults(run, bos, {"T": T, **options}))
+    report = anatomy_report(anatomy, name)
+    print("\n".join([anatomy["protocol"]["text"], *(f"note     {n}" for n in anatomy["notes"])]))
+    print(f"report   {write_text(os.path.join(folder, 'anatomy.md'), report)}")
+    if draw:
+        fig = draw_anatomy(anatomy, points, f"{name}: from the spike to the sink")
+        print("figure   " + save_figure(fig, os.path.join(folder, "figures", "anatomy.png")))
+    return anatomy
+
+
+def measure_apart(path: str, name: str, args, out: str | None):
     """The measurements that replace the usual ones when their flag is given."""
     model, run, folder = open_run(path, args.device, args.download)
     folder, found = out or folder, {}
@@ -1449,6 +2367,11 @@ def measure_apart(path: str, args, out: str | None):
         found["stream"] = report_stream(model, run, folder, args.stream, data=args.data,
                                         bos=args.bos, draw=not args.no_figures,
                                         n_tokens=args.stream_tokens, n_streams=args.batch_size)
+    if args.anatomy:
+        found["anatomy"] = report_anatomy(
+            model, run, folder, name, data=args.data, bos=args.bos, draw=not args.no_figures,
+            T=args.T, n_sequences=8 if args.n_sequences is None else args.n_sequences,
+            batch_size=args.batch_size, epsilon=args.eps)
     print(f"metrics  {save_metrics(folder, found)}")
 
 
@@ -1466,8 +2389,12 @@ def build_parser() -> argparse.ArgumentParser:
                       help="where a BOS id is shown (default: as in training)")
     text.add_argument("--T", type=int, help="tokens per window (default: the model's block_size; "
                       f"{PRETRAINED_T} for pretrained folders)")
-    text.add_argument("--n-sequences", type=int, default=64,
-                      help="windows to evaluate (default 64)")
+    text.add_argument("--n-sequences", type=int,
+                      help="windows to evaluate (default 64; 8 for --anatomy)")
+    parser.add_argument("--anatomy", action="store_true", help="dissect instead: the life of the "
+                        "spikes, the SwiGLU that makes them, norms, keys, sinks, edits; writes "
+                        "anatomy.md, figures/anatomy.png and the key anatomy of metrics.json "
+                        "(windows of at most 256 tokens unless --T says otherwise)")
     run = parser.add_argument_group("running")
     run.add_argument("--batch-size", type=int, default=8, help="windows at a time (default 8)")
     run.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
@@ -1498,13 +2425,14 @@ def main(argv: list[str] | None = None) -> int:
             raise EvalError(f"--eps {args.eps:g} must lie between 0 and 1")
         for path, name in zip(args.paths, names):
             out = os.path.join(args.out, name) if args.out and several else args.out
-            if args.gsm8k or args.stream:
-                measure_apart(path, args, out)
+            if args.gsm8k or args.stream or args.anatomy:
+                measure_apart(path, name, args, out)
                 continue
             runs.append((name, report_run(
                 path, data=args.data, bos=args.bos, device=args.device, draw=not args.no_figures,
-                out=out, T=args.T, n_sequences=args.n_sequences, batch_size=args.batch_size,
-                epsilon=args.eps, brief=several, download=args.download)))
+                out=out, T=args.T, n_sequences=64 if args.n_sequences is None else args.n_sequences,
+                batch_size=args.batch_size, epsilon=args.eps, brief=several,
+                download=args.download)))
         if several and runs:
             place = args.out or os.path.dirname(os.path.abspath(results_folder(args.paths[0])))
             table, _, figure = compare(runs, out_dir=place)
