@@ -365,8 +365,9 @@ def test_what_a_model_has_not_is_said_and_the_rest_is_measured(fields, note, tmp
     json.dumps(evaluation.plain(a), allow_nan=False)
     report = evaluation.anatomy_report(a, "tiny")
     assert report.count("\n## ") == 6 and "nan" not in report.lower().replace("finance", "")
-    path = evaluation.save_figure(evaluation.draw_anatomy(a, points, "tiny"), str(tmp_path / "a"))
-    assert Path(path).read_bytes()[:4] == b"\x89PNG"
+    if fields.get("ffn") or fields.get("residual") == "ledger":     # a figure takes three seconds
+        evaluation.save_figure(evaluation.draw_anatomy(a, points, "tiny"), str(tmp_path / "a.png"))
+        assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 
 # ------------------------------------------------------------------------------------- the program
