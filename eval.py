@@ -599,9 +599,11 @@ class Toy:
     def __init__(self, task):
         self.task, self.mean = task, Means()
 
-    def see(self, x):
-        """The ids (B, T) that the model is about to be shown."""
+    def see(self, x, y):
+        """The ids (B, T) that the model is about to be shown, and its targets."""
         self.trigger, self.plain = self.task.masks(x)                               # (B, T) x 2
+        law = -torch.from_numpy(self.task.bigram)[x, y].log()                       # (B, T)
+        self.mean.add("law", law[self.plain])
 
     def __call__(self, name, l, x):
         if name in ("attn_probs", "null", "bias_mass"):
@@ -620,12 +622,13 @@ class Toy:
     def result(self) -> dict:
         """bos_mass, null_mass, bias_mass: what non-trigger queries pay to BOS, to nothing and to
         the learned key of --attn-bias, (layers, H). value_drain: norm of BOS' value over the mean
-        norm of the others', by layer; residual_peak: that of the residual, after every sublayer.
+        of the others', by layer; residual_peak: that of the residual, after every sublayer.
         sink, null, bias and peak are their maxima; drain is the value_drain of the layer with the
-        largest sink. markov_loss (non-trigger queries) and copy_loss (trigger queries) in nats,
-        beside the oracle's.
+        largest sink. markov_loss (non-trigger queries) and copy_loss (trigger queries) in nats, for
+        which oracle is the least expected; markov_excess: above what the true law scores on the
+        very tokens shown.
         """
-        mean, oracle = self.mean, self.task.oracle()
+        mean = self.mean
         bos, null = mean.stack("attn_probs"), mean.stack("null")                    # (layers, H)
         bias = mean.stack("bias_mass") if mean.depth("bias_mass") else None
         drain = mean.stack("v", "bos") / mean.stack("v", "rest")                    # (layers)
@@ -635,7 +638,8 @@ class Toy:
                 "bias_mass": None if bias is None else bias.tolist(),
                 "drain": drain[bos.amax(1).argmax()].item(), "peak": peak.max().item(),
                 "markov_loss": mean["markov"].item(), "copy_loss": mean["copy"].item(),
-                "oracle": oracle, "markov_excess": mean["markov"].item() - oracle["markov"],
+                "markov_excess": (mean["markov"] - mean["law"]).item(),
+                "oracle": self.task.oracle(),
                 "bos_mass": bos.tolist(), "null_mass": null.tolist(),
                 "value_drain": drain.tolist(), "residual_peak": peak.tolist()}
 
@@ -734,6 +738,12 @@ def measure_val(nll: float, windows) -> dict:
             "n_targets": windows.n_targets, "n_bytes": n_bytes, "n_words": n_words}
 
 
+def loss_by_quarter(by_position: torch.Tensor) -> dict:
+    """Mean loss in each quarter of the context: training may count only a part of it. (T,) -> 4."""
+    parts = np.array_split(by_position.numpy(), 4)
+    return {"loss_by_quarter": [float(part.mean()) if part.size else None for part in parts]}
+
+
 def measure_steps(model, tokens: torch.Tensor, channel: str, position: int, dim: int) -> dict:
     """The life of one spike: its signed value after every sublayer, and `find_steps` of it.
 
@@ -754,19 +764,20 @@ def measure_steps(model, tokens: torch.Tensor, channel: str, position: int, dim:
 
 
 def run_passes(model, windows, probes, batch_size: int, progress: bool = False):
-    """Show the windows to the probes, whole and their first 64 tokens -> summed nll, ids (n, T)."""
+    """Show the windows to the probes, whole and their first 64 tokens -> summed nll, ids (n, T),
+    mean nll at each position (T,)."""
     whole = Fan(*(probe for probe in probes if not hasattr(probe, "short")))
     short = Fan(*(probe for probe in probes if hasattr(probe, "short")))
-    device, shown, nll, count = model.embed.weight.device, [], 0.0, 0
+    device, shown, nll, by_position, count = model.embed.weight.device, [], 0.0, 0.0, 0
     batches = -(-len(windows) // batch_size)
     for x, y in tqdm(windows, "evaluate", batches, disable=None if progress else True, leave=False):
         shown.append(x)
         for probe in probes:
             if hasattr(probe, "see"):
-                probe.see(x)
+                probe.see(x, y)
         x, y = x.to(device), y.to(device)                                           # (B, T)
         losses = token_nll(model(x, record=whole)[0], y)                            # (B, T)
-        nll += losses.sum().item()
+        nll, by_position = nll + losses.sum().item(), by_position + losses.sum(0)
         for probe in probes:
             if hasattr(probe, "score"):
                 probe.score(losses)
@@ -776,7 +787,7 @@ def run_passes(model, windows, probes, batch_size: int, progress: bool = False):
         model(x[:, :SINK_TOKENS], record=short)
         count += y.numel()
     assert count == windows.n_targets, f"{count} targets were scored, not {windows.n_targets}"
-    return nll, torch.cat(shown)
+    return nll, torch.cat(shown), by_position / len(windows)
 
 
 def describe(model, tokens, shown, bos_policy: str, bos) -> dict:
@@ -828,14 +839,14 @@ def evaluate(model, tokens, *, T: int | None = None, n_sequences: int = 64, batc
     probes = [spikes, sinks, outliers, depth, nulls, *toy] if light else \
         [spikes, sinks, outliers, channels, commits, depth, nulls, noops, posteriors, *toy]
     with evaluating(model):
-        nll, shown = run_passes(model, windows, probes, batch_size, progress)
+        nll, shown, by_position = run_passes(model, windows, probes, batch_size, progress)
         massive = spikes.result(shown)
         if not light:
             massive |= measure_steps(model, shown[massive["sequence"]], massive["channel"],
                                      massive["position"], massive["dim"])
             massive["scratch"] = spikes.result(shown, "scratch")
     metrics = {"protocol": describe(model, tokens, shown, bos_policy, bos)
-               | (protocol or {}), "val": measure_val(nll, windows),
+               | (protocol or {}), "val": measure_val(nll, windows) | loss_by_quarter(by_position),
                "massive": massive, "sinks": sinks.result(),
                "backcopy": toy[0].result() if toy else None}
     inf_norm, kurtosis = outliers.result()
@@ -1013,7 +1024,7 @@ COLUMNS = [     # header, path in metrics.json, format: how `compare` reads a ru
     ("toy: null mass, non-trigger", "backcopy.null", ".3f"),
     ("toy: bias mass, non-trigger", "backcopy.bias", ".3f"),
     ("toy: value drain", "backcopy.drain", ".2f"), ("toy: residual peak", "backcopy.peak", ".2f"),
-    ("toy: Markov loss - oracle", "backcopy.markov_excess", ".3f"),
+    ("toy: Markov loss - law's", "backcopy.markov_excess", ".3f"),
     ("toy: copy loss", "backcopy.copy_loss", ".3f")]
 
 
@@ -1061,11 +1072,12 @@ def compare(runs: list[tuple[str, dict]], columns=COLUMNS, out_dir: str | None =
     return table, text.getvalue(), figure
 
 
-def study_table(results: list[dict], columns=COLUMNS) -> str:
+def study_table(results: list[dict], columns=COLUMNS, beside: tuple = ()) -> str:
     """Seeds averaged: results of {"arm", "seed", "metrics"} -> Markdown, mean ± sd, a row per arm.
 
     sd is the sample's (n - 1); with one seed there is none. A cell for which some seeds have no
     value says how many it averages. columns: (header, dotted path, format) as in COLUMNS.
+    beside: (header, {arm: text}), a last column of what somebody else reports.
     """
     arms = list(dict.fromkeys(result["arm"] for result in results))
     rows = []
@@ -1079,8 +1091,8 @@ def study_table(results: list[dict], columns=COLUMNS) -> str:
             if len(values) > 1:
                 cell += f" ± {format(float(np.std(values, ddof=1)), spec)}"
             cells.append(cell + (f" ({len(values)})" if 0 < len(values) < len(seeds) else ""))
-        rows.append([arm, str(len(seeds)), *cells])
-    return markdown(["arm", "seeds"] + [header for header, _, _ in columns], rows)
+        rows.append([arm, str(len(seeds)), *cells, *(texts.get(arm, "–") for texts in beside[1:])])
+    return markdown(["arm", "seeds"] + [header for header, _, _ in columns] + [*beside[:1]], rows)
 
 
 def relative_table(results: list[dict], columns, reference: str) -> str:
@@ -1240,6 +1252,46 @@ def draw_comparison(runs: list[tuple[str, dict]]):
         ax.margins(x=0.2)
         ax.set_yticks(range(len(runs)), [name for name, _ in runs])
     axes[0].invert_yaxis()
+    return fig
+
+
+GROWTH = [("loss", "val.loss", "linear"), ("sink ratio (Gu)", "sinks.ratio_gu", "linear"),
+          ("first-token mass", "sinks.first_token_mass", "linear"),
+          ("spike: largest |x|", "massive.max", "linear"),
+          ("position-0 norm ratio", "massive.position0_peak", "linear")]
+TOY_GROWTH = [("sink: BOS mass, non-trigger queries", "backcopy.sink", "linear"),
+              ("drain: norm of BOS' value / others'", "backcopy.drain", "linear"),
+              ("peak: norm of BOS' residual / others'", "backcopy.peak", "linear"),
+              ("Markov loss above the law's, nats", "backcopy.markov_excess", "log"),
+              ("copy loss, nats", "backcopy.copy_loss", "log")]
+COLOURS = (BLUE, RED, "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+
+
+def draw_growth(curves: dict[str, list[list[dict]]]):
+    """What `evaluate(light=True)` measured in training, a panel a measure: GROWTH, or of the toy
+    TOY_GROWTH. curves: name -> for each seed the rows {"step", "probe"} of its log. The line is the
+    mean over seeds, the band one standard deviation to either side."""
+    first = next(rows[0]["probe"] for seeds in curves.values() for rows in seeds if rows)
+    panels = TOY_GROWTH if first.get("backcopy") else GROWTH
+    fig, axes = new_figure(12, 6.6, 2, 3)
+    for i, (name, seeds) in enumerate(curves.items()):
+        shared = set.intersection(*({row["step"] for row in rows} for rows in seeds))
+        steps = sorted(shared)
+        style = {"color": COLOURS[i % len(COLOURS)], "ls": ("-", "--", ":")[i // len(COLOURS) % 3]}
+        for ax, (title, path, scale) in zip(axes, panels):
+            y = np.array([[lookup(row["probe"], path) for row in rows if row["step"] in shared]
+                          for rows in seeds], dtype=np.float64)                     # (seeds, n)
+            mean, sd = y.mean(0), y.std(0, ddof=1) if len(y) > 1 else 0 * y[0]      # (n)
+            ax.plot(np.array(steps) + 1, mean, lw=1.6, label=name, **style)
+            if len(y) > 1:
+                floor = mean.min() / 2 if scale == "log" else -np.inf
+                ax.fill_between(np.array(steps) + 1, np.maximum(mean - sd, floor), mean + sd,
+                                color=style["color"], alpha=0.12, lw=0)
+            ax.set(title=title, xlabel="step", yscale=scale)
+    handles, labels = axes[0].get_legend_handles_labels()
+    axes[len(panels)].axis("off")
+    axes[len(panels)].legend(handles, labels, frameon=False, loc="center left", fontsize=9,
+                             ncols=1 if len(labels) < 14 else 2)
     return fig
 
 

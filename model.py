@@ -1057,8 +1057,8 @@ _LEDGER_BACKBONE = {"pos": "learned", "ffn": "gelu", "ffn_bias": True, "tied_hea
 SIZES = {
     "nano": {"n_layer": 4, "n_head": 2, "d_model": 128, "block_size": 256},
     "micro": {"n_layer": 6, "n_head": 4, "d_model": 256, "block_size": 256},
-    "toy": {"n_layer": 3, "n_head": 1, "d_model": 64, "block_size": 64},
-    "toy-paper": {"n_layer": 3, "n_head": 1, "d_model": 256, "block_size": 256},
+    "toy": {"n_layer": 3, "n_head": 1, "d_model": 64, "block_size": 64, "pos": "learned"},
+    "toy-paper": {"n_layer": 3, "n_head": 1, "d_model": 256, "block_size": 256, "pos": "learned"},
     "60m": {"n_layer": 10, "n_head": 8, "d_model": 768, "d_ff": 1536, "block_size": 1024},
     "160m": {"n_layer": 12, "n_head": 12, "d_model": 768, "block_size": 1024, **_LEDGER_BACKBONE},
     "290m": {"n_layer": 12, "n_head": 16, "d_model": 1024, "block_size": 1024, **_LEDGER_BACKBONE},

@@ -28,6 +28,7 @@ import sys
 import time
 import zlib
 from dataclasses import dataclass
+from typing import Callable
 
 import torch
 from tqdm import tqdm
@@ -83,7 +84,7 @@ class Recipe:
 RECIPES = {
     "nano": {},
     "micro": {"steps": 2000, "lr": 2e-3, "warmup": 100, "eval_every": 500},
-    "toy": {"data": "backcopy", "steps": 1500, "batch_size": 16, "warmup": 100, "beta2": 0.99,
+    "toy": {"data": "backcopy", "steps": 800, "batch_size": 16, "warmup": 100, "beta2": 0.99,
             "weight_decay": 0.01, "eval_every": 500},
     "toy-paper": {"data": "backcopy", "steps": 10000, "batch_size": 512, "micro_batch": 64,
                   "lr": 3e-4, "min_lr": 1.0, "warmup": 0, "beta2": 0.99, "weight_decay": 1e-4,
@@ -739,8 +740,9 @@ def print_start(t: Trainer):
 
 def report(t: Trainer, end: int):
     """After training: loss figure, a sample, and, of a finished run, the table of its outliers."""
-    figure = draw_loss(t.out)
-    print(f"trained to step {end} of {t.recipe.steps} at {t.speed:,.0f} tokens/s; {figure}")
+    figures = [draw_loss(t.out), *draw_growth({t.recipe.arch: [t.out]}, t.out + "/figures")]
+    print(f"trained to step {end} of {t.recipe.steps} at {t.speed:,.0f} tokens/s; "
+          + " ".join(figures))
     print("sample: " + repr(sample_text(t)))
     if end < t.recipe.steps:
         print(f"continue with: python train.py --resume --out {t.out}")
@@ -788,17 +790,35 @@ def draw_loss(out: str) -> str:
     return path
 
 
+def draw_growth(folders: dict[str, list[str]], where: str) -> list[str]:
+    """growth.png from the probes of runs (name -> a folder for each seed); [] if there are none."""
+    curves = {name: [[row for row in read_log(out) if "probe" in row] for out in seeds]
+              for name, seeds in folders.items()}
+    if not all(rows for seeds in curves.values() for rows in seeds):
+        return []
+    return [evaluation.save_figure(evaluation.draw_growth(curves), f"{where}/growth.png")]
+
+
 # ---------------------------------------------------------------------------------------- studies
 
 @dataclass
 class Study:
     """Arms that differ in their flags alone, the columns of their table, and what a paper says."""
-    arms: dict[str, list[str]]
+    arms: dict[str, list[str]] | Callable    # or how they follow from (Recipe, shape) of the size
     columns: list[tuple[str, str, str]]      # header, path in metrics.json, format
     schemes: list[str]                       # of quantize.py, measured on every run
     paper: str                               # what its table is to be read beside
     reference: str = ""                      # arm for the table of relative changes
     pretrained: bool = False                 # its arms start from --init-from
+    size: str = "nano"                       # unless --size says otherwise
+    probes: int = 0                          # measurements during training, for growth.png
+    paper_rows: dict[str, str] = dataclasses.field(default_factory=dict)    # arm -> its numbers
+
+    def arms_for(self, args) -> dict[str, list[str]]:
+        """The arms at the size (and with the shared flags) of a command line."""
+        if isinstance(self.arms, dict):
+            return self.arms
+        return self.arms(*resolve(args))
 
 
 CONTINUOUS = [("first-token mass", "sinks.first_token_mass", ".3f"),
@@ -864,6 +884,116 @@ OVER_TIME = [("loss", "val.loss", ".4f"), ("spike", "massive.max", ".1f"),
              ("first-token mass", "sinks.first_token_mass", ".3f"),
              ("null mass", "null.token_mass", ".3f"), ("depth max", "depth.max_weight", ".3f"),
              ("beta", "depth.beta_mean", ".4f")]
+
+
+def spike_study(arms, rows: str, note: str) -> Study:
+    """A table of The Spike, the Sparse and the Sink. arms: {name: flags}, or what makes them; rows:
+    the paper's numbers, "ppl / sink ratio % / spike" for each arm in order. [Spike 3.6]"""
+    names = list(arms if isinstance(arms, dict) else arms(Recipe(), SIZES["nano"]))
+    numbers = [row.strip() for row in rows.split(";")]
+    assert len(names) == len(numbers), (names, numbers)
+    return Study(
+        arms, [("perplexity", "val.token_ppl", ".2f")] + THRESHOLD
+        + [("spike", "massive.max", ".1f")] + CONTINUOUS
+        + [("loss, 4th quarter", "val.loss_by_quarter.3", ".4f")], schemes=[], probes=8,
+        paper="Last column: the ablations of arXiv 2603.05498, a 7B Llama on 100B tokens, one "
+              "seed. Its sink ratio is the column \"sink ratio (Spike)\", its spike the largest "
+              f"|residual|. {note}",
+        paper_rows=dict(zip(names, numbers)))
+
+
+def head_arms(recipe: Recipe, shape: dict) -> dict[str, list[str]]:
+    """The paper's 32 heads of 128 in proportion: N heads of d / N, N at least 4 so that a quarter
+    of them is a head; then fewer heads, smaller heads, and both against each other."""
+    N = max(4, shape["n_head"])
+    D = shape["d_model"] // N
+    pairs = [(N, D), (N // 4, D), (N // 2, D), *((N, D // s) for s in (16, 8, 4, 2)),
+             *((N * s, D // s) for s in (16, 8, 4, 2)), (N // 2, D * 2)]
+    return {f"{n}x{size}": ["--n-head", str(n), "--head-dim", str(size)] for n, size in pairs}
+
+
+def context_arms(recipe: Recipe, shape: dict) -> dict[str, list[str]]:
+    """The loss on a stretch of the context, in the paper's fractions of its 4096."""
+    T = shape["block_size"]
+    stretch = lambda low, high: ["--loss-min", str(low), "--loss-max", str(high), "--block-size",
+                                 str(max(T, high))]
+    ends = [(0, T), (0, T // 16), (0, T // 4), (T // 4, T), (T // 4, 5 * T // 4), (T // 2, T),
+            (T // 2, 3 * T // 2)]
+    return {f"{low}-{high}": stretch(low, high) for low, high in ends}
+
+
+def optim_arms(recipe: Recipe, shape: dict) -> dict[str, list[str]]:
+    """One knob of the paper's AdamW at a time; learning rates in its multiples of the size's own.
+    """
+    base = ["--beta2", "0.95", "--weight-decay", "0.1", "--min-lr", "0.1"]
+    knobs = {"base": [], **{f"lr-x{m:g}": ["--lr", f"{recipe.lr * m:g}"] for m in (.25, .5, 2, 4)},
+             "no-lr-decay": ["--min-lr", "1"], "no-weight-decay": ["--weight-decay", "0"],
+             "beta2-0.9": ["--beta2", "0.9"], "beta2-0.999": ["--beta2", "0.999"],
+             "2x-tokens": ["--steps", str(2 * recipe.steps)]}
+    return {name: base + flags for name, flags in knobs.items()}
+
+
+def toy_arms(recipe: Recipe, shape: dict) -> dict[str, list[str]]:
+    """Which mechanisms remove sink, drain and peak? A null logit of log T starts with half of the
+    mass, one of 0 with 1 / (T + 1), as Softmax1."""
+    log_T = f"{math.log(shape['block_size']):.4f}"
+    arms = {"softmax": [], "softmax1": ["--arch", "outeffhop"], "sink-0": ["--arch", "sink"],
+            "sink-logT": ["--arch", "sink", "--null-init", log_T],
+            "kv-bias": ["--arch", "kv-bias"], "gate": ["--gate", "channel"],
+            "sandwich": ["--norm", "sandwich"], "dyt": ["--norm", "dyt"]}
+    in_depth = ("attnres", "attnres-oasis", "oasis", "ledger")
+    return arms | {name: ["--arch", name] for name in in_depth}
+
+
+STUDIES |= {
+    "backcopy": Study(
+        toy_arms, [(header.removeprefix("toy: "), path, spec) for header, path, spec in
+                   evaluation.COLUMNS if path.startswith("backcopy.")]
+        + [("spike", "massive.max", ".1f"), ("parameters", "protocol.n_params", ",.0f")],
+        schemes=[], size="toy", probes=20,
+        paper="Bigram-Backcopy (arXiv 2410.13835): softmax and AdamW grow all three; ReLU "
+              "attention and SGD remove or soften them; 3 layers suffice for the peak. Its models: "
+              "1 to 3 layers, d 256, 256 tokens, 10,000 steps of 512 (--size toy-paper)."),
+    "spike-norm": spike_study(
+        {"pre": [], "sandwich": ["--norm", "sandwich"], "sandwich-qk": ["--norm", "sandwich-qk"],
+         "dyt": ["--norm", "dyt"], "post": ["--norm", "post"], "qk-norm": ["--qk-norm"]},
+        "10.1 / 46.0 / 3818; 9.8 / 44.7 / 520; 10.0 / 42.0 / 92; 10.0 / 61.0 / 153; –; –",
+        "post and qk-norm are ours."),
+    "spike-ffn": spike_study(
+        {"swiglu": ["--ffn", "swiglu"], "gelu": ["--ffn", "gelu"], "linear": ["--ffn", "linear"],
+         "attention-only": ["--ffn", "none"]},
+        "10.1 / 46.0 / 3818; 10.1 / 69.3 / 3369; 12.5 / 58.9 / 688; 10.8 / 73.9 / 637",
+        "Widths: 8/3 d for SwiGLU, 4 d for the others."),
+    "spike-heads": spike_study(
+        head_arms,
+        "10.1 / 46.0 / 3818 (32 x 128); 10.4 / 37.1 / 1253 (8 x 128);"
+        "10.3 / 41.7 / 1936 (16 x 128);"
+        "11.3 / 4.1 / 291 (32 x 8); 10.8 / 9.8 / 315 (32 x 16); 10.5 / 27.9 / 829 (32 x 32);"
+        "10.3 / 37.7 / 2112 (32 x 64); 10.7 / 11.0 / 1205 (512 x 8); 10.4 / 30.8 / 1750 (256 x 16);"
+        "10.3 / 41.1 / 1916 (128 x 32); 10.2 / 44.1 / 2523 (64 x 64);"
+        "10.1 / 52.1 / 3429 (16 x 256)",
+        "Arms are named heads x size, in parentheses the paper's."),
+    "spike-gate": spike_study(
+        {"none": [], **{kind: ["--gate", kind] for kind in (
+            "channel", "head", "single", "channel-static", "head-static", "single-static",
+            "position", "token")}},
+        "10.1 / 46.0 / 3818; 10.0 / 4.5 / 202; 10.1 / 6.4 / 186; 10.2 / 31.2 / 316;"
+        "10.1 / 42.2 / 1922; 10.1 / 41.3 / 1884; 10.2 / 44.3 / 1797; 10.1 / 41.1 / 1755;"
+        "10.0 / 31.1 / 1966", "-static is the paper's \"unconditional\"."),
+    "spike-context": spike_study(
+        context_arms,
+        "10.1 / 46.0 / 3818 (1-4096); 12.4 / 42.1 / 5411 (1-256); 10.6 / 46.3 / 4442 (1-1024);"
+        "10.1 / 13.0 / 38470 (1024-4096); 10.1 / 8.0 / 42365 (1024-5120);"
+        "10.6 / 1.2 / 7193 (2048-4096); 10.0 / 5.8 / 30634 (2048-6144)",
+        "Arms are named by the positions that the loss counts, the paper's in parentheses. Our "
+        "perplexity is over all positions, trained on or not; the last quarter is one that all but "
+        "the first two short arms train on."),
+    "spike-optim": spike_study(
+        optim_arms,
+        "10.1 / 46.0 / 3818 (lr 3e-4); 11.8 / 18.6 / 1447 (7.5e-5); 10.7 / 31.8 / 2251 (1.5e-4);"
+        "10.0 / 51.5 / 3773 (6e-4); 10.2 / 39.2 / 2723 (1.2e-3); 10.7 / 56.8 / 2870;"
+        "10.4 / 33.8 / 12275; 10.1 / 49.0 / 2832; 10.7 / 20.9 / 1855; 9.5 / 63.3 / 1848", ""),
+}
 RELATIVE = SIZE_OF_OUTLIERS + [("W8A8 ppl", "quant.w8a8-static.ppl", ""),
                                ("W4A4 ppl", "quant.w4a4-static.ppl", "")]
 
@@ -874,15 +1004,19 @@ def run_study(args) -> int:
     if study.pretrained != bool(args.init_from):
         raise UsageError(f"--study {args.study} " + ("needs --init-from" if study.pretrained else
                                                      "trains from scratch: no --init-from"))
-    model = os.path.basename(os.path.normpath(args.init_from or args.size or "nano"))
+    if not study.pretrained:
+        args.size = args.size or study.size
+    model = os.path.basename(os.path.normpath(args.init_from or args.size))
     out = args.out or f"runs/study-{args.study}-{model}"
-    arms = study.arms if args.arms is None else pick_arms(study, args.arms)
+    arms = study.arms_for(args) if args.arms is None else pick_arms(study.arms_for(args), args.arms)
     shared = passed_on(args)
+    if study.probes and args.probe_every is None:
+        shared += ["--probe-every", str(max(1, resolve(args)[0].steps // study.probes))]
     todo = []
     for seed in range(args.seeds):
         for arm, flags in arms.items():
             folder = os.path.join(out, f"{arm}-s{seed}")
-            command = [*flags, *shared, "--seed", str(seed), "--out", folder]
+            command = [*shared, *flags, "--seed", str(seed), "--out", folder]
             if not finished(folder, command):
                 todo.append((f"{arm}-s{seed}", command))
     if todo:
@@ -891,12 +1025,14 @@ def run_study(args) -> int:
         if failed:
             print(f"failed: {', '.join(failed)}; see train.log in their folders", file=sys.stderr)
             return 1
-    folders = [os.path.join(out, f"{arm}-s{seed}") for arm in arms for seed in range(args.seeds)]
-    for folder in tqdm(folders, "measure", disable=None, leave=False):
+    folders = {arm: [os.path.join(out, f"{arm}-s{seed}") for seed in range(args.seeds)]
+               for arm in arms}
+    for folder in tqdm(sum(folders.values(), []), "measure", disable=None, leave=False):
         measure_quantized(folder, study.schemes)
         if STREAM[0] in study.columns:
             measure_streamed(folder)
     report_study(study, arms, args.seeds, out)
+    print(*draw_growth(folders, out))
     return 0
 
 
@@ -926,11 +1062,13 @@ def report_study(study: Study, arms, seeds: int, out: str):
     """Mean and spread over seeds (table.md), every run (comparison.csv) and their figure."""
     runs = [{"arm": arm, "seed": seed, "metrics": evaluation.read_metrics(
                 os.path.join(out, f"{arm}-s{seed}"))} for arm in arms for seed in range(seeds)]
-    table = evaluation.study_table(runs, study.columns)
+    beside = ("paper: ppl / sink % / spike", study.paper_rows) if study.paper_rows else ()
+    table = evaluation.study_table(runs, study.columns, beside)
     if study.reference in arms:
         table += f"\nchange against {study.reference}, percent, paired by seed\n\n"
         table += evaluation.relative_table(runs, RELATIVE, study.reference)
-    if over_time := table_over_time(arms, seeds, out):
+    over_time = table_over_time(arms, seeds, out) if study.pretrained else ""   # else growth.png
+    if over_time:
         table += f"\nover training steps\n\n{over_time}"
     evaluation.write_text(os.path.join(out, "table.md"), f"{table}\n{study.paper}\n")
     named = [(f"{run['arm']}-s{run['seed']}", run["metrics"]) for run in runs]
@@ -946,12 +1084,12 @@ def table_over_time(arms, seeds: int, out: str) -> str:
     return evaluation.study_table(rows, OVER_TIME) if rows else ""
 
 
-def pick_arms(study: Study, names: str) -> dict:
+def pick_arms(arms: dict, names: str) -> dict:
     wanted = [n.strip() for n in names.split(",")]
-    unknown = [n for n in wanted if n not in study.arms]
+    unknown = [n for n in wanted if n not in arms]
     if unknown:
-        raise UsageError(f"no arm {', '.join(unknown)}: choose from {', '.join(study.arms)}")
-    return {n: study.arms[n] for n in wanted}
+        raise UsageError(f"no arm {', '.join(unknown)}: choose from {', '.join(arms)}")
+    return {n: arms[n] for n in wanted}
 
 
 def passed_on(args) -> list[str]:

@@ -86,7 +86,8 @@ def test_its_mass_is_measured_per_query():
     assert torch.allclose(seen["bias_mass", 0][0], mass, atol=1e-9) and mass.std() > 0.01
     probs = seen["attn_probs", 0]
     assert probs.shape == (1, 4, 8, 8) and torch.equal(probs, probs.tril())
-    assert torch.allclose(probs.sum(-1) + seen["bias_mass", 0], torch.ones(1).double(), atol=1e-9)
+    total = probs.sum(-1) + seen["bias_mass", 0]
+    assert torch.allclose(total, torch.ones_like(total), atol=1e-9)
     null = evaluate(model, ids(90), T=8)["null"]
     assert null["token_mass"] == 0 and 0.02 < null["bias_mass"] < 0.98
     assert len(null["bias_per_head"]) == 2 and len(null["bias_per_head"][0]) == 4
@@ -94,7 +95,7 @@ def test_its_mass_is_measured_per_query():
 
 
 def test_limits():
-    """k' = v' = 0 is Softmax1, and its mass the null mass; a k' that no query matches is nothing."""
+    """k' = v' = 0 is Softmax1, its mass the null mass; a k' that no query matches is nothing."""
     model, tokens = build(), ids(2, 9)
     plain, null = build(attn_bias=False), build(attn_bias=False, normalizer="softmax1")
     state = {n: p for n, p in model.state_dict().items() if ".extra." not in n}

@@ -239,10 +239,10 @@ def test_the_toy_and_a_token_file_are_one_kind_of_source(corpus):
 
 def test_the_measures_of_the_toy_on_planted_tensors(task):
     """Sink and null on non-trigger queries, drain and peak as ratios of norms, both losses."""
-    x = task.batch(0)[0]
+    x, y = task.batch(0)
     trigger, plain = task.masks(x)
     toy = evaluation.Toy(task)
-    toy.see(x)
+    toy.see(x, y)
     probs = torch.zeros(64, 2, 40, 40)
     probs[..., 0] = torch.where(plain, 0.75, 0.125)[:, None]        # elsewhere the mass is 1/8
     probs[:, 1, :, 0] /= 3
@@ -263,7 +263,9 @@ def test_the_measures_of_the_toy_on_planted_tensors(task):
     assert (found["sink"], found["null"], found["drain"], found["peak"]) == pytest.approx(
         (0.75, 0.125, 0.2, 5))
     assert (found["markov_loss"], found["copy_loss"]) == pytest.approx((2.0, 0.5))
-    assert found["markov_excess"] == pytest.approx(2 - task.oracle()["markov"])
+    law = -torch.from_numpy(task.bigram)[x, y].log()[plain].mean().item()   # of these very draws
+    assert found["markov_excess"] == pytest.approx(2 - law)
+    assert law == pytest.approx(task.oracle()["markov"], abs=0.1)
 
 
 def test_the_losses_of_the_toy_are_parts_of_the_loss(task):

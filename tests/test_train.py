@@ -334,3 +334,58 @@ def test_bfloat16_and_compile_flags_train(corpus, tmp_path, capsys, monkeypatch)
     rows = losses(tmp_path)
     assert rows[7][0] < rows[0][0]
     assert all(w.dtype == torch.float32 for w in weights(tmp_path).values())
+
+
+def test_probes_are_drawn_as_growth(corpus, tmp_path, capsys):
+    """--probe-every leaves growth.png; without probes there is none."""
+    run(corpus, tmp_path, "--probe-every", "4")
+    assert (tmp_path / "figures" / "growth.png").stat().st_size > 10_000
+    (tmp_path / "empty").mkdir()
+    assert train.draw_growth({"a": [str(tmp_path / "empty")]}, str(tmp_path / "empty")) == []
+
+
+def test_growth_is_the_mean_over_seeds_with_its_band():
+    rows = lambda shift: [{"step": s, "probe": {"val": {"loss": s + shift}, "backcopy": None}}
+                          for s in (9, 19, 29)]
+    fig = train.evaluation.draw_growth({"a": [rows(0), rows(2)], "b": [rows(1)[:2]]})
+    lines = {line.get_label(): line for line in fig.axes[0].get_lines()}
+    assert lines["a"].get_xdata().tolist() == [10, 20, 30]
+    assert lines["a"].get_ydata().tolist() == [10, 20, 30] and len(lines["b"].get_xdata()) == 2
+    band = fig.axes[0].collections[0].get_paths()[0].vertices[:, 1]
+    assert band.min() == pytest.approx(10 - 2 ** 0.5) and len(fig.axes[0].collections) == 1
+
+
+@pytest.mark.parametrize("name", ["spike-norm", "spike-ffn", "spike-heads", "spike-gate",
+                                  "spike-context", "spike-optim", "backcopy"])
+def test_arms_of_every_study_are_models_and_bear_the_papers_numbers(name):
+    """At each size: every arm is a valid, different configuration; a paper's row for each."""
+    study, parser = train.STUDIES[name], train.build_parser()
+    for size in ("toy",) if name == "backcopy" else ("nano", "micro", "60m", "160m"):
+        args = parser.parse_args(["--study", name, "--size", size])
+        seen = set()
+        for arm, flags in study.arms_for(args).items():
+            recipe, shape = train.resolve(parser.parse_args(["--size", size, *flags]))
+            seen.add(str((recipe, Config(**{**shape, "vocab_size": 99}))))
+            assert "," not in arm and "/" not in arm
+            assert size != "nano" or name == "backcopy" or arm in study.paper_rows
+        assert len(seen) == len(study.arms_for(args)), name
+    assert len(set(study.paper_rows.values()) - {"–"}) == sum(
+        row != "–" for row in study.paper_rows.values())
+
+
+def test_an_arms_own_flag_wins_over_the_shared_one(corpus, tmp_path, monkeypatch):
+    """2x-tokens is twice the steps asked for; and a study with curves asks for its probes."""
+    seen = []
+    monkeypatch.setattr(train, "print_estimate", lambda *_: None)
+    monkeypatch.setattr(train, "run_all", lambda todo, *_: seen.extend(todo) or ["all"])
+    assert train.main(["--study", "spike-optim", "--arms", "base,2x-tokens", "--seeds", "1",
+                       "--data", corpus, "--steps", "40", "--out", str(tmp_path)]) == 1
+    recipes = [train.resolve(train.build_parser().parse_args(command))[0] for _, command in seen]
+    assert [(r.steps, r.probe_every, r.beta2) for r in recipes] == [(40, 5, 0.95), (80, 5, 0.95)]
+
+
+def test_the_papers_numbers_stand_in_the_table():
+    results = [{"arm": a, "seed": 0, "metrics": {"val": {"loss": 1.0}}} for a in ("base", "mine")]
+    table = train.evaluation.study_table(results, train.VAL, ("paper", {"base": "10.1 / 46.0"}))
+    assert table.splitlines()[0].endswith("| val loss | paper |")
+    assert [line.split("|")[-2].strip() for line in table.splitlines()[2:]] == ["10.1 / 46.0", "–"]
