@@ -435,6 +435,45 @@ class FeedForward(nn.Module):
         return self.w_down(z), null                                                 # (B, T, d)
 
 
+class HeadLoss(torch.autograd.Function):
+    """Mean cross-entropy of x W^T, a few rows of logits at a time: never all of (N, V), which for a
+    vocabulary of 128k is the largest tensor of a training step by far.
+
+    d loss / d logits is known as soon as the logits are: (softmax - onehot) / n. So the gradients
+    of x and W are formed on the way and only scaled in the backward pass; no logit is computed
+    twice. x (N, d), weight (V, d), targets (N,), -1 does not count. No second derivative.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, rows: int, learn: bool):
+        device = x.device.type
+        low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        with torch.autocast(device, enabled=False):
+            W, counted = weight.to(low), targets != -1                              # (V, d), (N)
+            n, total, dx, dW = counted.sum(), 0.0, torch.empty_like(x), None
+            for xs, t, c, out in zip(*(a.split(rows) for a in (x, targets, counted, dx))):
+                xs, t = xs.to(low), t.clamp(min=0)[:, None]                         # (r, d), (r, 1)
+                z = xs @ W.T                                                        # (r, V)
+                z = z if z.dtype == torch.float64 else z.float()
+                lse = z.logsumexp(-1, keepdim=True)                                 # (r, 1)
+                total = total + ((lse - z.gather(1, t))[:, 0] * c).sum()
+                if learn:
+                    z = z.sub_(lse).exp_().scatter_add_(1, t, z.new_full(t.shape, -1.0))
+                    z = z.mul_((c.to(z.dtype) / n)[:, None]).to(low)                # (r, V)
+                    out.copy_(z @ W)                                                # (r, d)
+                    dW = (z.T @ xs).to(lse.dtype) if dW is None else \
+                        dW.addmm_(z.T, xs) if low == dW.dtype else dW.add_(z.T @ xs)    # (V, d)
+        if learn:
+            ctx.save_for_backward(dx, dW.to(weight.dtype))
+        return total / n
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        dx, dW = ctx.saved_tensors
+        return dx * grad, dW * grad, None, None, None
+
+
 class StandardResidual(nn.Module):
     """The residual stream: the state is one tensor, every sublayer adds to it."""
 
@@ -488,6 +527,7 @@ class Transformer(nn.Module):
         if c.tied_head:
             self.head.weight = self.embed.weight
         self.grad_checkpoint = False
+        self.loss_rows = None       # rows of logits at a time; 0: all; None: see `rows_at_a_time`
         self.init_weights(seed)
 
     @torch.no_grad()
@@ -520,7 +560,8 @@ class Transformer(nn.Module):
         """tokens (B, T) -> logits (B, T, V), loss. last: only of the last token, (B, 1, V).
 
         loss is None without targets (B, T), else mean cross-entropy in nats (targets of -1 do not
-        count) plus the residual's penalty, whose value is kept in `self.aux`. record(name, l, x)
+        count) plus the residual's penalty, whose value is kept in `self.aux`. Where the logits of a
+        loss would be too large to hold, they are None (`rows_at_a_time`). record(name, l, x)
         is called with each measured quantity. With a cache, T new tokens follow those it holds.
         pad_mask (B, S), bool: False at left padding, over cached and new tokens.
         """
@@ -532,15 +573,28 @@ class Transformer(nn.Module):
             state = self.residual.write(state, l, u, y, null)
         x = self.residual.finish(state)                                             # (B, T, d)
         x = x[:, -1:] if last else x                                                # (B, T|1, d)
-        logits = self.head(self.decode_norm(x, record))                             # (B, T, V)
+        x = self.decode_norm(x, record)                                             # (B, T|1, d)
         if cache is not None:
             cache.length += tokens.shape[1]
         if targets is None:
-            return logits, None
+            return self.head(x), None                                               # (B, T|1, V)
         penalty = self.residual.penalty(state)
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+        if rows := self.rows_at_a_time(targets):
+            logits, loss = None, HeadLoss.apply(x.flatten(0, 1), self.head.weight,
+                                                targets.flatten(), rows, torch.is_grad_enabled())
+        else:
+            logits = self.head(x)                                                   # (B, T, V)
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
         self.aux = penalty.detach() if torch.is_tensor(penalty) else penalty
         return logits, loss + penalty
+
+    def rows_at_a_time(self, targets) -> int:
+        """Rows of logits that the loss holds at a time; 0: all of them, unless those are more than
+        2^27 numbers, a gigabyte with their gradient. A quantised head computes its own logits."""
+        if self.loss_rows is not None or type(self.head) is not nn.Linear:
+            return self.loss_rows or 0
+        V = self.config.vocab_size
+        return max(1, 2 ** 25 // V) if targets.numel() * V > 2 ** 27 else 0
 
     def sublayer(self, l: int, h, ctx: Context, null):
         """Norm, sublayer, output norm, and the records in between: (B, T, d) -> u, y, null."""

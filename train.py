@@ -100,6 +100,11 @@ RECIPES = {
 FINETUNING = {
     "short": {"steps": 200, "batch_size": 4, "block_size": 512, "lr": 5e-5, "warmup": 20,
               "bos": "none", "eval_every": 100, "probe_every": 25},
+    # OASIS' own [OASIS 1.6], for Llama-3.2-1B; theirs also decays norm gains, and runs in fp16
+    "oasis": {"data": "bookcorpus+wiki40b", "bos": "document", "block_size": 512, "steps": 100000,
+              "batch_size": 192, "micro_batch": 6, "lr": 4e-4, "min_lr": 0.0, "warmup": 2000,
+              "schedule": "linear", "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "clip": 1.0,
+              "seed": 1000, "eval_every": 1000, "probe_every": 1000},
 }
 SPARSITY = {"none": 0.0, "low": 0.05, "high": 0.3}
 WHAT = ("arch", "size", "init_from", "data", "tokenizer", "bos", "seed")
@@ -116,8 +121,8 @@ RECIPE_HELP = {
     "init_from": "start from the weights of a Llama or Qwen3 folder, hub id or run; a mechanism "
                  "that they lack is added in such a way that the function stays (published starts: "
                  "--no-near-identity, --router-init recent, --gate-init 0.25, --null-warmup 0)",
-    "data": "corpus name, text or token file (see data/prepare.py), or backcopy[:CORPUS], the toy "
-            "task, which brings --size toy",
+    "data": "corpus name, text or token file (see data/prepare.py), several as a+b, or "
+            "backcopy[:CORPUS], the toy task, which brings --size toy",
     "tokenizer": "bytes, gpt2, or the path of a tokenizer.json",
     "bos": "none: windows of the stream as it is; document: one BOS before each document; window: "
            "BOS is position 0 of every window",
@@ -200,6 +205,10 @@ def build_parser() -> argparse.ArgumentParser:
                          "on a GPU and on long runs")
     running.add_argument("--grad-checkpoint", action="store_true", help="recompute sublayers in "
                          "the backward pass: less memory, more time")
+    running.add_argument("--loss-rows", type=int, metavar="N", help="rows of logits that the loss "
+                         "holds at a time (0: all; default: all, unless they are 2^27 numbers)")
+    running.add_argument("--starts", action="store_true", help="train nothing: print what each "
+                         "published start does to the logits of --init-from, beside its own")
     running.add_argument("--download", action="store_true", help="fetch the hub id of --init-from")
     running.add_argument("--no-eval", action="store_true", help="train only; eval.py can measure "
                          "later")
@@ -368,6 +377,17 @@ def optimizer_for(model: Transformer, recipe: Recipe, device: torch.device):
                              fused=device.type in ("cuda", "cpu"))
 
 
+@torch.no_grad()
+def relative_gap(plain: Transformer, model: Transformer, tokens) -> float:
+    """max |delta logit| / max |logit| of two models on tokens (B, T), a row at a time."""
+    apart = largest = 0.0
+    for row in tokens[:, None].to(model.embed.weight.device):                       # (1, T)
+        truth, logits = plain(row)[0], model(row)[0]                                # (1, T, V)
+        apart = max(apart, (logits - truth).abs().max().item())
+        largest = max(largest, truth.abs().max().item())
+    return apart / largest
+
+
 def learning_rate(step: int, r: Recipe) -> float:
     """Linear warmup, then cosine or linear to min_lr * lr at the last step."""
     if step < r.warmup:
@@ -406,7 +426,7 @@ class Trainer:
             raise UsageError(f"--bos {recipe.bos}: {self.source.source} has BOS at position 0 of "
                              f"every sequence, --bos {self.windows.bos_policy}")
         self.model = self.first_model().to(machine.device)
-        self.model.grad_checkpoint = args.grad_checkpoint
+        self.model.grad_checkpoint, self.model.loss_rows = args.grad_checkpoint, args.loss_rows
         self.optimizer = optimizer_for(self.model, recipe, machine.device)
         self.begin, self.data_sha256, self.wrapped = 0, self.source.sha256, None
         self.logit_gap = None       # of a conversion: see `measure_gap`
@@ -432,12 +452,7 @@ class Trainer:
             plain = Transformer(Config(**source))
         shared = {n: t for n, t in self.model.state_dict().items() if not is_mechanism(n)}
         plain.load_state_dict(shared, assign=True)
-        apart = largest = 0.0
-        for row in self.windows.batch(0)[0][:2, None, :256].to(self.machine.device):    # (1, T)
-            truth, logits = plain(row)[0], self.model(row)[0]                           # (1, T, V)
-            apart = max(apart, (logits - truth).abs().max().item())
-            largest = max(largest, truth.abs().max().item())
-        return apart / largest
+        return relative_gap(plain, self.model, self.windows.batch(0)[0][:2, :256])
 
     # ----------------------------------------------------------------------------- learning
 
@@ -487,11 +502,10 @@ class Trainer:
         total, count, n_sequences = 0, 0, self.recipe.eval_sequences or 48
         for x, y in self.val_windows.sequential(n_sequences):
             with self.machine.autocast():
-                logits, _ = self.model(x.to(self.machine.device))                   # (B, T, V)
-            total += torch.nn.functional.cross_entropy(
-                logits.float().flatten(0, 1), y.to(logits.device).flatten(), reduction="sum")
+                _, loss = self.model(x.to(self.machine.device), y.to(self.machine.device))
+            total += float(loss - self.model.aux) * y.numel()
             count += y.numel()
-        return float(total) / count
+        return total / count
 
     def run(self):
         """The loop. Whatever ends it, the folder holds the last complete checkpoint."""
@@ -665,6 +679,54 @@ def train(args) -> int:
     return 0
 
 
+# arch and Config fields of every start that a paper, its code or a plain flag would take instead
+STARTS = {
+    "AttnRes: the mean": ("attnres", {"near_identity": False}),
+    "AttnRes, blocks of 4: the mean": ("attnres-block", {"near_identity": False}),
+    "AttnRes, softmax1 over depth": ("attnres", {"near_identity": False,
+                                                 "depth_normalizer": "softmax1"}),
+    "router, r = 0 (Llama file)": ("attnres-oasis", {"router_init": "zero"}),
+    "router, r = 8 (Qwen, Phi files)": ("attnres-oasis", {"router_init": "recent"}),
+    "router, 8 a candidate, random q": ("attnres-oasis", {"router_init": "index"}),
+    "OASIS, r = 0, nulls at 0": ("oasis", {"router_init": "zero", "null_start": 0.0}),
+    "OASIS, r = 8, nulls at 0": ("oasis", {"router_init": "recent", "null_start": 0.0}),
+    "Ledger": ("ledger", {"near_identity": False}),
+    "hc2": ("hc2", {"near_identity": False}),
+    "delta": ("delta", {}),
+    "Softmax1, null at 0": ("outeffhop", {"null_start": 0.0}),
+    "sink, learned null at 0": ("sink", {"null_init": 0.0}),
+    "gate, opening 0.25": ("gated", {"gate_init": 0.25}),
+    "clipped softmax": ("clip", {}), "sparsemax": ("sparsemax", {}), "1.5-entmax": ("entmax15", {}),
+}
+
+
+def print_starts(args) -> int:
+    """--starts: what each published start does to the logits of pretrained weights, and ours."""
+    if not args.init_from:
+        raise UsageError("--starts needs --init-from")
+    recipe, _ = resolve(args)
+    source, _ = source_of(args.init_from, args.download)
+    if not is_plain(source):
+        raise UsageError(f"{args.init_from} has a mechanism already: there is nothing to convert")
+    plain, ours, rows = load_model(args.init_from)[0], {}, []
+    tokens = open_source(recipe.data, "val", tokenizer=recipe.tokenizer).windows(
+        min(256, source["block_size"]), 2, bos_policy=recipe.bos).batch(0)[0]       # (2, T)
+    for label, (arch, fields) in tqdm(STARTS.items(), "starts", disable=None, leave=False):
+        def gap(**changed):
+            return relative_gap(plain, load_model(
+                args.init_from, **{**CONVERSION, **PRESETS[arch], **changed})[0], tokens)
+        kind = arch, fields.get("depth_normalizer")
+        if kind not in ours:
+            ours[kind] = gap(**{k: v for k, v in fields.items() if k == "depth_normalizer"})
+        same = all(CONVERSION.get(k, v) == v for k, v in fields.items())
+        near = f"{ours[kind]:.1e}" if ours[kind] < 1e-3 else "none"
+        rows.append([label, arch, f"{ours[kind] if same else gap(**fields):.1e}", near])
+    print(f"max |delta logit| / max |logit| of {args.init_from}, {tokens.shape[0]} x "
+          f"{tokens.shape[1]} tokens of {recipe.data}\n")
+    print(evaluation.markdown(["published start", "--arch", "of it", "of --init-from"], rows))
+    return 0
+
+
 def plan(args):
     """Recipe, Config fields, folder and, when resuming, the checkpoint."""
     if not args.resume:
@@ -736,6 +798,12 @@ def print_start(t: Trainer):
         f": max |delta logit| / max |logit| = {t.logit_gap:.1e} against the untouched model"
         + (f"; {t.recipe.arch} has no nearer start" if t.logit_gap > 1e-3 else ""))
     print(f"  start  {t.recipe.init_from}{gap}")
+    n, V = t.model.count_params()["total"], t.config.vocab_size
+    held = t.rows * t.config.block_size
+    rows = t.model.rows_at_a_time(torch.empty(held, device="meta")) or held
+    print(f"  memory {n * 16 / 1e9:.1f} GB for weights, gradients and AdamW's moments (16 bytes a "
+          f"parameter), {min(rows, held) * V * 8 / 1e9:.1f} GB for logits and their gradient; "
+          "activations come on top (--micro-batch, --grad-checkpoint)")
 
 
 def report(t: Trainer, end: int):
@@ -1106,6 +1174,8 @@ def passed_on(args) -> list[str]:
         flags += ["--recipe", args.recipe]
     if args.device:
         flags += ["--device", args.device]
+    if args.loss_rows is not None:
+        flags += ["--loss-rows", str(args.loss_rows)]
     return flags + [flag for flag, on in (("--compile", args.compile),
                                           ("--grad-checkpoint", args.grad_checkpoint),
                                           ("--download", args.download)) if on]
@@ -1203,6 +1273,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.seeds < 1 or args.jobs < 1 or (args.stop_after or 1) < 1:
             raise UsageError("--seeds, --jobs and --stop-after must be at least 1")
+        if (args.loss_rows or 0) < 0:
+            raise UsageError("--loss-rows must not be negative")
+        if args.starts:
+            return print_starts(args)
         return run_study(args) if args.study else train(args)
     except (UsageError, DataError, CheckpointError, evaluation.EvalError) as error:
         print(f"train.py: {error}", file=sys.stderr)

@@ -34,6 +34,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 from tqdm import tqdm
 
@@ -328,10 +329,14 @@ def load(name_or_path, split: str = "train", *, tokenizer: str | None = None, fo
     name_or_path: stdlib, wikitext2, fineweb-edu, bookcorpus, wiki40b, gsm8k, a text, .jsonl or
     .parquet file, or a token file (.bin; for another split its sibling is taken). tokenizer: bytes
     (default), gpt2 or a tokenizer.json. stdlib and files are built on first use, atomically, so
-    the ranks of a distributed run may race. Raises DataError with the command that would help.
+    the ranks of a distributed run may race. "a+b" are several of these in one, see `mixed`.
+    Raises DataError with the command that would help.
     """
     name = str(name_or_path)
     split = {"valid": "val", "validation": "val"}.get(split, split)
+    if "+" in name and not Path(name).is_file():
+        return mixed([load(part, split, tokenizer=tokenizer, folder=folder, build=build)
+                      for part in name.split("+")], folder or writable_folder())
     if name.endswith(".bin"):
         return _open_split(Path(name), split, tokenizer)
     tok, stem = get_tokenizer(tokenizer or "bytes"), corpus_stem(name)
@@ -350,6 +355,24 @@ def load(name_or_path, split: str = "train", *, tokenizer: str | None = None, fo
         raise DataError(f"{name} ({split}, {tok.name}) is not prepared on this machine: {command}")
     paths = build_local(name, tok, Path(folder) if folder else writable_folder())
     return TokenFile.open(paths[split])
+
+
+def mixed(files: list[TokenFile], folder) -> TokenFile:
+    """Corpora behind one another in one file, written once: random windows then show each by its
+    share of the tokens. The name carries the hash of what is in it. DataError: two tokenizers."""
+    first = files[0]
+    if other := next((f for f in files if f.tokenizer != first.tokenizer), None):
+        raise DataError(f"{first.path} has the tokenizer {first.tokenizer}, {other.path} has "
+                        f"{other.tokenizer}: a mix needs one")
+    digest = hashlib.sha256(" ".join(f.sha256 for f in files).encode()).hexdigest()[:12]
+    path = token_path(folder, f"mix-{digest}", SimpleNamespace(name=first.tokenizer), first.split)
+    if not path.exists():
+        total = {key: sum(getattr(f, key) for f in files) for key in ("n_bytes", "n_words")}
+        write_tokens(path, (f.tokens[i:i + 2**22] for f in files for i in range(0, len(f), 2**22)),
+                     vocab_size=first.vocab_size, tokenizer=first.tokenizer, eot=first.eot,
+                     bos=first.bos, split=first.split, source=" + ".join(f.source for f in files),
+                     **total)
+    return TokenFile.open(path)
 
 
 def open_source(name_or_path, split: str = "train", *, tokenizer: str | None = None):

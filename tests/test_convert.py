@@ -3,6 +3,7 @@
 The tiny Llama of these tests has what makes conversion hard: an embedding channel of 2,000 for some
 tokens, which every layer carries along, beside ordinary channels of 0.1.
 """
+import dataclasses
 import json
 
 import pytest
@@ -323,3 +324,154 @@ def test_the_study_of_fine_tuning(folder, corpus, tmp_path, capsys):
     assert train.main(["--study", "finetune", "--seeds", "1"]) == 2
     assert "needs --init-from" in capsys.readouterr().err
     assert train.main(["--study", "ledger", "--init-from", folder]) == 2
+
+
+# -------------------------------------------------------------------------- memory, recipes, mixes
+
+def head_loss(x, weight, targets, rows):
+    from model import HeadLoss
+    return HeadLoss.apply(x, weight, targets, rows, torch.is_grad_enabled())
+
+
+@pytest.mark.parametrize("rows", [1, 7, 40, 1000])
+def test_the_loss_in_pieces_is_the_loss(rows):
+    """fp64, ignored targets in every piece and one piece of nothing else; both gradients, scaled."""
+    g = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(*s, generator=g, dtype=torch.float64, requires_grad=True)
+            for s in ((40, 12), (97, 12)))
+    targets = ids(40)
+    targets[::3] = -1
+    targets[7:14] = -1
+    truth = torch.nn.functional.cross_entropy(x @ w.T, targets, ignore_index=-1)
+    expected = torch.autograd.grad(truth / 3, (x, w))
+    loss = head_loss(x, w, targets, rows)
+    found = torch.autograd.grad(loss / 3, (x, w))
+    assert torch.allclose(loss, truth, rtol=1e-12, atol=0)
+    for a, b in zip(found, expected):
+        assert torch.allclose(a, b, rtol=1e-11, atol=1e-15)
+    assert (found[0][targets == -1] == 0).all()
+    with torch.no_grad():
+        assert torch.allclose(head_loss(x, w, targets, rows), truth, rtol=1e-12, atol=0)
+
+
+def test_the_loss_in_pieces_in_bf16():
+    """Under autocast the products are bf16, sums and softmax fp32: as near the fp64 truth as the
+    plain loss under the same autocast."""
+    g = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(*s, generator=g, requires_grad=True) for s in ((64, 32), (500, 32)))
+    targets = ids(64, vocab=500)
+
+    def grads(f, *inputs):
+        return torch.autograd.grad(f(*inputs), inputs)
+    plain = lambda x, w: torch.nn.functional.cross_entropy(  # noqa: E731
+        torch.nn.functional.linear(x, w), targets)
+    truth = grads(plain, *(t.detach().double().requires_grad_() for t in (x, w)))
+    with torch.autocast("cpu", torch.bfloat16):
+        for f, bound in ((plain, 0.02), (lambda x, w: head_loss(x, w, targets, 10), 0.02)):
+            for a, b in zip(grads(f, x, w), truth):
+                assert a.dtype == torch.float32 and gap(a.double(), b) < bound
+
+
+@pytest.mark.parametrize("arch, checkpointed", [("vanilla", True), ("ledger", False)])
+def test_a_model_learns_the_same_in_pieces(folder, arch, checkpointed):
+    """Tied head, padded vocabulary, penalty, loss window, gradient checkpointing."""
+    tokens = ids(2, 33, vocab=258)
+    y = tokens[:, 1:].clone()
+    y[:, :5] = -1
+    found = []
+    for rows in (0, 16):
+        model = convert(folder, arch).double()
+        model.loss_rows, model.grad_checkpoint = rows, checkpointed
+        logits, loss = model(tokens[:, :-1], y)
+        loss.backward()
+        assert (logits is None) == bool(rows)
+        found.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for a, b in zip(*found):
+        assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_pieces_only_where_the_logits_are_many_and_compiled_too(folder):
+    model = Transformer(Config(vocab_size=128256, n_layer=1, d_model=8, n_head=1))
+    assert model.rows_at_a_time(torch.empty(12, 256, device="meta")) == 2 ** 25 // 128256
+    assert model.rows_at_a_time(torch.empty(4, 256, device="meta")) == 0        # 2^17 numbers
+    nano = Transformer(Config())
+    assert nano.rows_at_a_time(torch.empty(12, 256, device="meta")) == 0
+    tokens, losses = ids(2, 33, vocab=258), []
+    model = Transformer.from_pretrained(folder)
+    model.loss_rows = 16
+    for f in (model, torch.compile(model, backend="aot_eager")):
+        model.zero_grad()
+        loss = f(tokens[:, :-1], tokens[:, 1:])[1]
+        loss.backward()
+        losses.append((loss.item(), model.embed.weight.grad.norm().item()))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_training_in_pieces(folder, corpus, tmp_path):
+    """The flag reaches the model, and 6 steps end where they end without it, to rounding."""
+    for name, flags in (("a", ["--loss-rows", "0"]), ("b", ["--loss-rows", "9"])):
+        assert run(folder, corpus, tmp_path / name, "--arch", "attnres", *flags) == 0
+    a, b = ([r["loss"] for r in train.read_log(str(tmp_path / x)) if "loss" in r] for x in "ab")
+    assert a == pytest.approx(b, rel=1e-4)
+    values = [[r["val_loss"] for r in train.read_log(str(tmp_path / x)) if "val_loss" in r]
+              for x in "ab"]
+    assert values[0] == pytest.approx(values[1], rel=1e-4)
+
+
+def test_the_recipe_of_oasis(folder):
+    """papers: 100,000 steps, 2,000 of warmup, linear to 0, 4e-4, (0.9, 0.95), 0.1, clip 1, 6 x 32
+    windows of 512 tokens, seed 1000; and a flag overrides it."""
+    recipe, _ = train.resolve(train.build_parser().parse_args(
+        ["--init-from", folder, "--tokenizer", "bytes", "--recipe", "oasis", "--lr", "7e-4"]))
+    assert recipe.lr == 7e-4 and recipe.steps == 100000 and recipe.null_warmup == 50000
+    recipe, _ = train.resolve(train.build_parser().parse_args(["--recipe", "oasis"]))
+    assert (recipe.steps, recipe.warmup, recipe.schedule, recipe.min_lr, recipe.lr) \
+        == (100000, 2000, "linear", 0.0, 4e-4)
+    assert (recipe.beta1, recipe.beta2, recipe.weight_decay, recipe.clip, recipe.seed) \
+        == (0.9, 0.95, 0.1, 1.0, 1000)
+    assert recipe.batch_size == 6 * 32 and recipe.micro_batch == 6
+    assert recipe.data == "bookcorpus+wiki40b"
+    assert train.resolve(train.build_parser().parse_args(["--recipe", "oasis"]))[1]["block_size"] \
+        == 512
+    assert train.learning_rate(99999, recipe) == 0 < train.learning_rate(51000, recipe) < 2.1e-4
+
+
+def test_two_corpora_in_one(tmp_path):
+    """a+b: every token of both, counted; built once; two tokenizers are an error."""
+    texts = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for i, text in enumerate(texts):
+        text.write_text(f"line of {'ab'[i]}\n" * 400)
+    parts = [data.prepare.load(t, "train", folder=tmp_path) for t in texts]
+    both = data.prepare.load(f"{texts[0]}+{texts[1]}", "train", folder=tmp_path)
+    assert both.tokens.tolist() == [*parts[0].tokens, *parts[1].tokens]
+    assert (both.n_bytes, both.n_words) == tuple(
+        sum(getattr(p, k) for p in parts) for k in ("n_bytes", "n_words"))
+    before = both.path.stat().st_mtime_ns
+    assert data.prepare.load(f"{texts[0]}+{texts[1]}", folder=tmp_path).path == both.path
+    assert both.path.stat().st_mtime_ns == before and both.split == "train"
+    assert data.prepare.load(f"{texts[0]}+{texts[1]}", "val", folder=tmp_path).split == "val"
+    other = data.prepare.write_tokens(tmp_path / "c.bin", [[0, 1]], vocab_size=9, tokenizer="x",
+                                      eot=0, bos=0)
+    with pytest.raises(data.prepare.DataError, match="a mix needs one"):
+        data.prepare.mixed([both, data.prepare.TokenFile.open(other)], tmp_path)
+    with pytest.raises(data.prepare.DataError, match="no corpus or file"):
+        data.prepare.load(f"{texts[0]}+nowhere", folder=tmp_path)
+
+
+def test_the_table_of_published_starts(folder, corpus, capsys, monkeypatch):
+    few = ("AttnRes: the mean", "OASIS, r = 8, nulls at 0", "Ledger", "delta", "clipped softmax")
+    monkeypatch.setattr(train, "STARTS", {k: train.STARTS[k] for k in few})
+    assert train.main(["--starts", "--init-from", folder, "--tokenizer", "bytes", "--data",
+                       corpus]) == 0
+    rows = {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ")
+            for line in capsys.readouterr().out.splitlines() if line.startswith("| ")}
+    assert set(few) < set(rows)
+    for label in few:
+        published, near = rows[label][2:]
+        if label in ("delta", "clipped softmax"):
+            assert near == "none" and float(published) > 1e-3
+        else:
+            assert float(near) < 1e-3 < float(published)
+    assert train.main(["--starts"]) == 2
+    assert all(set(fields) <= {f.name for f in dataclasses.fields(Config)} and arch in PRESETS
+               for arch, fields in train.STARTS.values())
