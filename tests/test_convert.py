@@ -335,7 +335,7 @@ def head_loss(x, weight, targets, rows):
 
 @pytest.mark.parametrize("rows", [1, 7, 40, 1000])
 def test_the_loss_in_pieces_is_the_loss(rows):
-    """fp64, ignored targets in every piece and one piece of nothing else; both gradients, scaled."""
+    """fp64, ignored targets in every piece, one piece of nothing else; both gradients, scaled."""
     g = torch.Generator().manual_seed(0)
     x, w = (torch.randn(*s, generator=g, dtype=torch.float64, requires_grad=True)
             for s in ((40, 12), (97, 12)))
