@@ -1471,29 +1471,25 @@ def measure_lives(model, sizes, rows, text, batch_size: int) -> list[dict]:
 # The quadratic form. With the norm's gain folded into W_gate and W_up, the input is h = x / rms(x),
 # |h|^2 = d, and where SiLU(z) is nearly z:  F_k(h) = h' U_k h,  U_k = sum_i W_down[k, i] g_i u_i'.
 
-def folded(model, l: int):
-    """W_gate diag(gain), W_up diag(gain), (F, d), and W_down, (d, F), fp64; None without SwiGLU.
+def is_swiglu(model, l: int) -> bool:
+    return getattr(model.sublayers[l], "kind", None) == "swiglu"
+
+
+def folded(model, l: int, dtype=torch.float64):
+    """W_gate diag(gain) and W_up diag(gain), (F, d), and W_down, (d, F), of a SwiGLU, on the host.
     A norm with no gain to fold (DynamicTanh) stays in front: its output is then h."""
     ffn, norm = model.sublayers[l], model.norms[l]
-    if getattr(ffn, "kind", None) != "swiglu":
-        return None
-    gain = norm.weight if isinstance(norm, RMSNorm) else norm.weight.new_ones(())
-    fold = lambda linear: (linear.weight * gain).detach().cpu().double()            # (F, d)
-    return fold(ffn.w_gate), fold(ffn.w_up), ffn.w_down.weight.detach().cpu().double()
+    gain = norm.weight if isinstance(norm, RMSNorm) else torch.ones(())
+    host = lambda w: w.detach().cpu().to(dtype)
+    return (host(ffn.w_gate.weight) * host(gain), host(ffn.w_up.weight) * host(gain),   # (F, d) x 2
+            host(ffn.w_down.weight))                                                # (d, F)
 
 
-def form_energy(Wg, Wu, Wd, block: int = 1024):
-    """|U_k|_F^2 and |S_k|_F^2 of all channels, (d) each, without a single d x d form [Spike 3.5].
-
-    |U_k|^2 = sum_ij W_down[k, i] W_down[k, j] (g_i . g_j)(u_i . u_j); S_k, its symmetric part, has
-    half of that and half of tr U_k^2 = sum_ij W_down[k, i] W_down[k, j] (u_i . g_j)(g_i . u_j).
-    """
-    whole = square = 0
-    for i in range(0, len(Wg), block):
-        g, u, w = Wg[i:i + block], Wu[i:i + block], Wd[:, i:i + block]  # (b, d) x 2, (d, b)
-        whole = whole + (w @ ((g @ Wg.T) * (u @ Wu.T)) * Wd).sum(1)                 # (d)
-        square = square + (w @ ((u @ Wg.T) * (g @ Wu.T)) * Wd).sum(1)               # (d)
-    return whole.clamp(min=0), ((whole + square) / 2).clamp(min=0)                  # (d), (d)
+def form_products(Wd, a, b, c, e, block: int = 1024):
+    """sum_ij W_down[k, i] W_down[k, j] (a_i . b_j)(c_i . e_j) for all channels k, (d), without a
+    single d x d form [Spike 3.5]. |U_k|_F^2 is that of (g, g, u, u); tr U_k^2, of (u, g, g, u)."""
+    return sum((Wd[:, i:i + block] @ ((a[i:i + block] @ b.T) * (c[i:i + block] @ e.T)) * Wd).sum(1)
+               for i in range(0, len(a), block))                                    # (d)
 
 
 def leading_eigen(Wg, Wu, w, size: int = 6, steps: int = 400, tolerance: float = 1e-9):
@@ -1501,20 +1497,19 @@ def leading_eigen(Wg, Wu, w, size: int = 6, steps: int = 400, tolerance: float =
     U = Wg' diag(w) Wu. Power iteration on a few vectors at once, for one vector alone would not
     settle between +a and -a; S is applied, never formed."""
     apply = lambda v: (Wg.T @ (w[:, None] * (Wu @ v)) + Wu.T @ (w[:, None] * (Wg @ v))) / 2
-    size = min(size, Wg.shape[1])
-    v = torch.randn(Wg.shape[1], size, generator=torch.Generator().manual_seed(0)).to(Wg)
+    v = torch.randn(Wg.shape[1], min(size, Wg.shape[1]),
+                    generator=torch.Generator().manual_seed(0)).to(Wg)              # (d, r)
     for _ in range(steps):
         v = torch.linalg.qr(v).Q                                                    # (d, r)
         image = apply(v)                                                            # (d, r)
         values, turn = torch.linalg.eigh(v.T @ image)                               # (r), (r, r)
         order = values.abs().argsort(descending=True)
-        first = v @ turn[:, order[0]]                                               # (d)
-        error = image @ turn[:, order[0]] - values[order[0]] * first                # (d)
-        if error.norm() <= tolerance * values[order[0]].abs():
+        value, first = values[order[0]], v @ turn[:, order[0]]                      # (), (d)
+        error = image @ turn[:, order[0]] - value * first                           # (d)
+        if error.norm() <= tolerance * value.abs():
             break
         v = image
-    runner_up = values[order[1]].item() if size > 1 else 0.0
-    return values[order[0]].item(), first, runner_up
+    return value.item(), first, values[order[1]].item() if len(order) > 1 else 0.0
 
 
 class Amplifier:
@@ -1524,8 +1519,10 @@ class Amplifier:
         self.norm, self.channels = model.norms[l], channels
         self.Wg, self.Wu, self.Wd = folded(model, l)
         self.bias = [getattr(model.sublayers[l], name).bias for name in ("w_gate", "w_up")]
-        whole, symmetric = form_energy(self.Wg, self.Wu, self.Wd)
-        self.frobenius, self.energy = whole.sqrt(), symmetric[channels]             # (d), (m)
+        whole = form_products(self.Wd, self.Wg, self.Wg, self.Wu, self.Wu)          # (d)
+        square = form_products(self.Wd, self.Wu, self.Wg, self.Wg, self.Wu)         # (d)
+        self.frobenius = whole.clamp(min=0).sqrt()                                  # (d)
+        self.energy = (whole + square)[channels] / 2                # (m), |S_k|_F^2
         found = [leading_eigen(self.Wg, self.Wu, self.Wd[k]) for k in channels]
         self.value, self.second = (torch.tensor([f[i] for f in found]).double() for i in (0, 2))
         self.vector = torch.stack([f[1] for f in found])                            # (m, d)
@@ -1545,38 +1542,45 @@ class Amplifier:
                 "cos2": along / h.square().sum(1, keepdim=True),
                 "linear": (parts * (g > 4)).abs() @ w.abs() / (parts.abs() @ w.abs() + TINY)}
 
+    def summary(self, spike, **values) -> dict:
+        """The form's own numbers by channel; medians of values (N, m) over spike tokens, spike (N)
+        bool, and over the others. share: of |S_k|_F^2 that is the leading eigenvalue's square."""
+        typical = lambda mask: {key: value[mask].median(0).values.tolist()
+                                for key, value in values.items()} if mask.any() else None
+        return {"channels": self.channels, "eigenvalue": self.value.tolist(),
+                "runner_up": self.second.tolist(), "chance": 1 / len(self.frobenius),
+                "share": (self.value.square() / self.energy).tolist(),
+                "frobenius": self.frobenius[self.channels].tolist(),
+                "frobenius_median": self.frobenius.median().item(),
+                "same_direction": (self.vector @ self.vector[0]).abs().tolist(),
+                "spike": typical(spike), "others": typical(~spike)}
 
-def measure_forms(model, lives, rows, singles, batch_size: int) -> tuple[list[dict], dict]:
+
+def measure_forms(model, lives, rows, singles, batch_size: int) -> tuple[dict, dict]:
     """The quadratic form of every SwiGLU in which a spike steps up or down, and what it does to
-    spike tokens and to others, medians -> list, {sublayer: points for a figure}.
+    spike tokens and to others (medians); the size of all forms -> these, {sublayer: points}.
 
     Tokens: those of the text, and `singles`, each the first and only token of its sequence."""
     life_of = {l: life for life in lives for l in life["step_up"] + life["step_down"]
-               if folded(model, l)}
-    forms = {l: Amplifier(model, l, list(life["channels"])[:4]) for l, life in life_of.items()}
-    seen, found = {l: defaultdict(list) for l in forms}, []
+               if is_swiglu(model, l)}
+    forms = {l: Amplifier(model, l, list(life_of[l]["channels"])[:4]) for l in sorted(life_of)}
+    seen = {l: defaultdict(list) for l in forms}
     for tokens in (rows, singles[:, None]) if forms else ():
         size = max(1, batch_size * rows.shape[1] // tokens.shape[1])
-        for l, (before, after) in (item for step in around(model, tokens, list(forms), size)
-                                   for item in step.items()):
-            up = spiking(torch.maximum(before.abs(), after.abs()), life_of[l]["bar"])
-            for key, value in {"spike": up, **forms[l](before.flatten(0, 1))}.items():
-                seen[l][key].append(value.cpu() if key != "spike" else value.flatten().cpu())
+        for step in around(model, tokens, list(forms), size):
+            for l, (before, after) in step.items():
+                up = spiking(torch.maximum(before.abs(), after.abs()), life_of[l]["bar"])
+                found = forms[l](before.flatten(0, 1)) | {"spike": up.flatten().cpu()}
+                for key, value in found.items():
+                    seen[l][key].append(value)
     points = {l: {key: torch.cat(parts) for key, parts in x.items()} for l, x in seen.items()}
-    for l, form in sorted(forms.items()):
-        x = {key: value for key, value in points[l].items() if key != "spike"}      # (N, m) each
-        typical = lambda mask: {key: value[mask].median(0).values.tolist()
-                                for key, value in x.items()} if mask.any() else None
-        found.append({
-            "sublayer": l, "channels": form.channels, "eigenvalue": form.value.tolist(),
-            "runner_up": form.second.tolist(),
-            "share": (form.value.square() / form.energy).tolist(),
-            "frobenius": form.frobenius[form.channels].tolist(),
-            "frobenius_median": form.frobenius.median().item(),
-            "same_direction": (form.vector @ form.vector[0]).abs().tolist(),
-            "chance": 1 / len(form.frobenius), "spike": typical(points[l]["spike"]),
-            "others": typical(~points[l]["spike"])})
-    return found, points
+    blocks = [{"sublayer": l} | form.summary(**points[l]) for l, form in forms.items()]
+    sizes = {l: form_products(Wd, Wg, Wg, Wu, Wu).clamp(min=0).sqrt() for l, (Wg, Wu, Wd) in (
+        (l, folded(model, l, torch.float32)) for l in range(len(model.kinds))
+        if is_swiglu(model, l))}
+    return {"blocks": blocks, "sublayers": list(sizes),
+            "largest": [x.max().item() for x in sizes.values()],
+            "median": [x.median().item() for x in sizes.values()]}, points
 
 
 def measure_vocabulary(model, life: dict, median: float, ids, text, batch_size: int):
@@ -1692,34 +1696,23 @@ def measure_geometry(model, rows, groups: dict, singles, wide: int, batch_size: 
         model(x.to(device), record=geometry)
     return geometry, gaps
 
-class Edited(torch.nn.Module):
+
+class Edited(StandardResidual):
     """A plain residual in which, after sublayer l, entries of the stream are given other values.
 
-    choose(stream) -> bool mask and values, (B, T, d) or broadcastable. The write becomes what puts
-    them there, so the sum stays a sum, and with an empty mask every bit stays what it was.
+    choose(stream) -> mask (B, T, d), bool, and values, the same. The write becomes what puts them
+    there, so that the sum stays a sum, and with an empty mask every bit stays what it was.
     """
 
     def __init__(self, l: int, choose):
-        super().__init__()
+        super().__init__(None)
         self.l, self.choose = l, choose
 
-    def start(self, x, record=None):
-        return x                                                                    # (B, T, d)
-
-    def read(self, state, l: int):
-        return state                                                                # (B, T, d)
-
     def write(self, state, l: int, u, y, null):
-        if l != self.l:
-            return state + y                                                        # (B, T, d)
-        mask, values = self.choose(state + y)
-        return state + torch.where(mask, values - state, y)                         # (B, T, d)
-
-    def finish(self, state):
-        return state                                                                # (B, T, d)
-
-    def penalty(self, state):
-        return 0.0
+        if l == self.l:
+            mask, values = self.choose(state + y)                                   # (B, T, d) x 2
+            y = torch.where(mask, values - state, y)                                # (B, T, d)
+        return state + y                                                            # (B, T, d)
 
 
 @contextlib.contextmanager
@@ -1734,32 +1727,24 @@ def edited(model, l: int, choose):
 
 def interventions(life: dict, width: int, seed: int = 0) -> dict:
     """name -> choose, for the spike channels of the spike tokens: zero, their mean over the spike
-    tokens, and a control that zeroes as many other channels of as many other tokens."""
-    channels, g = list(life["channels"]), torch.Generator().manual_seed(seed)
-    others = [c for c in torch.randperm(width, generator=g).tolist() if c not in channels]
-    others = others[:len(channels)]
+    tokens, and a control that zeroes as many other channels of as many other tokens of each row."""
+    channels, bar = list(life["channels"]), life["bar"]
+    order = torch.randperm(width, generator=torch.Generator().manual_seed(seed)).tolist()
+    others = [c for c in order if c not in channels][:len(channels)]
 
-    def entries(x, tokens, channels):
-        mask = torch.zeros(x.shape, dtype=torch.bool, device=x.device)              # (B, T, d)
-        mask[..., channels] = tokens[..., None]
-        return mask
-
-    def control(x):
-        tokens = spiking(x, life["bar"])                                            # (B, T)
+    def elsewhere(tokens):
         draw = torch.rand(tokens.shape, generator=torch.Generator().manual_seed(seed))
-        rank = draw.to(x.device).masked_fill(tokens, 2.0).argsort(1).argsort(1)     # (B, T)
-        chosen = (rank < tokens.sum(1, keepdim=True)) & ~tokens                     # (B, T)
-        return entries(x, chosen, others), torch.zeros_like(x)
+        rank = draw.to(tokens.device).masked_fill(tokens, 2.0).argsort(1).argsort(1)    # (B, T)
+        return (rank < tokens.sum(1, keepdim=True)) & ~tokens                       # (B, T)
 
-    def zero(x):
-        return entries(x, spiking(x, life["bar"]), channels), torch.zeros_like(x)
+    def edit(x, tokens, channels, new):
+        mask, values = torch.zeros_like(x, dtype=torch.bool), torch.zeros_like(x)   # (B, T, d) x 2
+        mask[..., channels], values[..., channels] = tokens[..., None], torch.tensor(new).to(x)
+        return mask, values
 
-    def mean(x):
-        values = torch.zeros_like(x)                                                # (B, T, d)
-        values[..., channels] = torch.tensor(list(life["channels"].values())).to(x)
-        return entries(x, spiking(x, life["bar"]), channels), values
-
-    return {"zero": zero, "mean": mean, "control": control}
+    return {"zero": lambda x: edit(x, spiking(x, bar), channels, 0.0),
+            "mean": lambda x: edit(x, spiking(x, bar), channels, list(life["channels"].values())),
+            "control": lambda x: edit(x, elsewhere(spiking(x, bar)), others, 0.0)}
 
 
 def measure_interventions(model, windows, lives: list[dict], batch_size: int, untouched: dict):
@@ -1770,28 +1755,32 @@ def measure_interventions(model, windows, lives: list[dict], batch_size: int, un
         for name, choose in interventions(life, model.config.d_model).items():
             sinks = Sinks()
             with edited(model, life["step_up"][-1], choose):
-                nll, _ = run_passes(model, windows, [sinks], batch_size)
+                nll, *_ = run_passes(model, windows, [sinks], batch_size)
             arms[name] = {"loss": nll / windows.n_targets, **sinks.brief()}
         found.append({"after": life["step_up"][-1], "n_tokens": life["n_tokens"],
                       "channels": list(life["channels"]), **arms})
     return found
 
 
-def list_heads(sinks: Sinks, gaps: Gaps) -> list[dict]:
-    """All heads, the strongest sink first. mass: attention to position 0 (T = 64, queries >= 1);
-    gap: lead of the first key's logit over the mean of the other keys' (gap_best: over the largest
-    of them), gap_sd its standard deviation over queries and sequences."""
-    found = []
-    for i, l in enumerate(sinks.mean.depth("first")):
+def sink_table(sinks: Sinks, gaps: Gaps) -> dict:
+    """`sinks` of metrics.json; heads: all of them, the strongest sink first. mass: attention to
+    position 0 (queries >= 1); gap: lead of the first key's logit over the mean of the other keys'
+    (gap_best: over the largest of them), gap_sd its standard deviation over queries and sequences.
+    received: by layer, what one key of a group, position 0 aside, gets from each later query."""
+    heads, layers = [], sinks.mean.depth("first")
+    for i, l in enumerate(layers):
         gap, square, best = (gaps.mean[key, l] for key in ("gap", "square", "best"))    # (H) each
         spread = (square - gap.square()).clamp(min=0).sqrt()                        # (H)
-        found += [{"layer": i, "head": h, "mass": mass, "gap": gap[h].item(),
+        heads += [{"layer": i, "head": h, "mass": mass, "gap": gap[h].item(),
                    "gap_sd": spread[h].item(), "gap_best": best[h].item()}
                   for h, mass in enumerate(sinks.mean["first", l].tolist())]
-    return sorted(found, key=lambda head: -head["mass"])
+    received = {group: [gaps.mean[group, l].item() if gaps.mean.count[group, l] else None
+                        for l in layers] for group in ("minor", "ordinary")}
+    return sinks.result() | {"heads": sorted(heads, key=lambda head: -head["mass"]),
+                             "received": received}
 
 
-def absent(model, main: dict, forms: list[dict]) -> list[str]:
+def absent(model, main: dict) -> list[str]:
     """What this model has not, a line each."""
     c, l = model.config, main["step_up"][-1]
     lines = {
@@ -1800,7 +1789,7 @@ def absent(model, main: dict, forms: list[dict]) -> list[str]:
             main["young"],
         "No feed-forward layer is a SwiGLU, so there is no quadratic form": c.ffn != "swiglu",
         f"The largest step up, {block_name(model.kinds, l)}, is no SwiGLU":
-            c.ffn == "swiglu" and l not in [form["sublayer"] for form in forms],
+            c.ffn == "swiglu" and not is_swiglu(model, l),
         "Feed-forward outputs pass a norm before they are added; the quadratic form predicts them "
         "before it": c.norm in ("sandwich", "sandwich-qk"),
         f"The residual ({c.residual}) is no plain sum: sizes are of what the sublayers read, the "
@@ -1825,56 +1814,50 @@ def dissect(model, tokens, *, T: int | None = None, n_sequences: int = 8, batch_
     a SwiGLU, a stream that is a plain sum) is said in `notes` and left out.
     """
     model, started = unwrap(model), time.time()
-    windows = open_windows(model, tokens, T=T or min(256, model.config.block_size), bos_policy=
-                           bos_policy, tokenizer=tokenizer, n_sequences=n_sequences,
-                           batch_size=batch_size, **about)
+    windows = open_windows(
+        model, tokens, T=T or min(256, model.config.block_size), n_sequences=n_sequences,
+        batch_size=batch_size, bos_policy=bos_policy, tokenizer=tokenizer, **about)
     reader = None if tokenizer is None else \
         tokens.reader(tokenizer) if is_source(tokens) else get_tokenizer(tokenizer)
     text = lambda token: reader.decode([int(token)]) if reader else f"id {int(token)}"
     known = min(model.config.vocab_size, reader.vocab_size if reader else math.inf)
-    bar = tqdm(total=6, desc="life", disable=None if progress else True, leave=False)
-    step = lambda what: (bar.update(), bar.set_description(what))
     probe, sinks = Sizes(), Sinks(epsilon)
-    with evaluating(model):
-        nll, rows = run_passes(model, windows, [probe, sinks], batch_size)
+    stages = tqdm(desc="lives", total=5, disable=None if progress else True, leave=False)
+    with evaluating(model), stages:
+        def stage(name):
+            stages.update()
+            stages.set_description(name)
+
+        nll, rows, _ = run_passes(model, windows, [probe, sinks], batch_size)
         if rows.shape[1] < 4:
             raise EvalError("an anatomy needs windows of at least 4 tokens")
-        sizes = size, _, median = probe.result()
+        size, _, median = sizes = probe.result()
         lives = measure_lives(model, sizes, rows, text, batch_size)
         main = max(lives, key=lambda life: life["peak"])
-        step("vocabulary")
+        stage("vocabulary")
         order = torch.randperm(known, generator=torch.Generator().manual_seed(0))
         ids, wide = order[:vocabulary], batch_size * rows.shape[1]
-        words, first = measure_vocabulary(
-            model, main, median[main["step_up"][-1] + 1].item(), ids, text, wide)
-        step("quadratic forms")
+        words, first = measure_vocabulary(model, main, median[main["step_up"][-1] + 1].item(), ids,
+                                          text, wide)
+        stage("quadratic forms")
         forms, clouds = measure_forms(model, lives, rows, ids[:singles], batch_size)
-        energy = {l: form_energy(*(w.float() for w in folded(model, l)))[0].sqrt()
-                  for l in range(len(model.kinds)) if folded(model, l)}
-        step("norms and keys")
-        any_life = torch.stack([life["mask"] for life in lives]).any(0)             # (n, T)
-        groups = {"spike": main["mask"], "early": any_life & ~main["mask"], "ordinary": ~any_life}
-        alone = ids if main["bar"] is None else ids[first >= main["bar"]]
+        stage("norms and keys")
+        spikes = torch.stack([life.pop("mask") for life in lives])                  # (lives, n, T)
+        spike, any_spike = spikes[lives.index(main)], spikes.any(0)                 # (n, T)
+        groups = {"spike": spike, "minor": any_spike & ~spike, "ordinary": ~any_spike}
+        alone = ids if main["young"] else ids[first >= main["bar"]]
         geometry, gaps = measure_geometry(model, rows, groups, alone[:singles], wide, batch_size)
-        step("interventions")
+        stage("edits")
         untouched = {"loss": nll / windows.n_targets, **sinks.brief()}
         edits = measure_interventions(model, windows, lives, batch_size, untouched) \
             if plain_sum(model) else []
-        bar.close()
-    received = {name: [gaps.mean[name, l].item() if gaps.mean.count[name, l] else None
-                       for l in gaps.mean.depth("gap")] for name in ("early", "ordinary")}
-    heads = list_heads(sinks, gaps)
     about = {"spike_ratio": SPIKE_RATIO, "step_share": 0.25, "seconds": time.time() - started}
     anatomy = {
         "protocol": describe(model, tokens, rows, bos_policy, None) | about | (protocol or {}),
-        "kinds": model.kinds, "notes": absent(model, main, forms), "main": lives.index(main),
-        "lives": [{k: v for k, v in life.items() if k != "mask"} for life in lives],
-        "vocabulary": words,
-        "forms": {"blocks": forms, "sublayers": list(energy),
-                  "largest": [x.max().item() for x in energy.values()],
-                  "median": [x.median().item() for x in energy.values()]},
+        "kinds": model.kinds, "notes": absent(model, main), "main": lives.index(main),
+        "lives": lives, "vocabulary": words, "forms": forms,
         "norms": norm_table(geometry, model.kinds), "keys": key_table(geometry, model.kinds),
-        "sinks": sinks.result() | {"heads": heads, "received": received}, "interventions": edits}
+        "sinks": sink_table(sinks, gaps), "interventions": edits}
     return anatomy, {"size": size, "median": median, "groups": groups, "first": first,
                      "forms": clouds}
 
@@ -1883,13 +1866,13 @@ def norm_table(geometry: Geometry, kinds: list[str]) -> list[dict]:
     """Per sublayer: effective channels before the gain and after it, cosines after it."""
     at = lambda name, group, l: geometry.mean[name, group, l].item() \
         if (name, group, l) in geometry.mean else None
-    groups = ("spike", "early", "ordinary")
+    groups = ("spike", "minor", "ordinary")
     return [{"sublayer": l,
              "channels_raw": {g: at("stream", g, l - 1) for g in groups},
              "channels": {g: at("norm_out", g, l) for g in groups},
              "cosine": {g: geometry.cosine(g, g, l) for g in groups}
              | {"spike_ordinary": geometry.cosine("spike", "ordinary", l),
-                "spike_early": geometry.cosine("spike", "early", l)}} for l in range(len(kinds))]
+                "spike_minor": geometry.cosine("spike", "minor", l)}} for l in range(len(kinds))]
 
 
 def key_table(geometry: Geometry, kinds: list[str]) -> list[dict]:
@@ -1914,7 +1897,7 @@ def block_name(kinds: list[str], l: int) -> str:
 
 
 GREEN, GREY = "#009E73", "#888888"
-SPIKE, EARLY, OTHER = ("spike tokens", RED), ("early spike tokens", GREEN), ("other tokens", BLUE)
+SPIKE, MINOR, OTHER = ("spike tokens", RED), ("smaller spikes", GREEN), ("other tokens", BLUE)
 
 
 def draw_anatomy(anatomy: dict, points: dict, title: str):
@@ -1948,7 +1931,7 @@ def by_block(ax, values: list, label: str, color: str, at=None, **style):
 
 def panel_life(ax, anatomy, points):
     size, groups = points["size"], points["groups"]                                 # (L + 1, n, T)
-    for group, (label, color) in zip(("spike", "early", "ordinary"), (SPIKE, EARLY, OTHER)):
+    for group, (label, color) in zip(("spike", "minor", "ordinary"), (SPIKE, MINOR, OTHER)):
         if groups[group].any():
             by_block(ax, size[:, groups[group]].median(1).values.tolist(), label, color,
                      at=range(-1, len(size) - 1))
@@ -2040,7 +2023,7 @@ def panel_alignment(ax, anatomy, points):
 
 
 def panel_effective(ax, anatomy, points):
-    for group, (label, color) in zip(("spike", "early", "ordinary"), (SPIKE, EARLY, OTHER)):
+    for group, (label, color) in zip(("spike", "minor", "ordinary"), (SPIKE, MINOR, OTHER)):
         by_block(ax, [entry["channels_raw"][group] for entry in anatomy["norms"]], label, color)
     ax.set(title="Effective channels that a norm sees", xlabel="block", yscale="log",
            ylabel=r"$(\sum x^2)^2 / \sum x^4$")
@@ -2048,7 +2031,8 @@ def panel_effective(ax, anatomy, points):
 
 def panel_cosine(ax, anatomy, points):
     norms = [entry for entry, kind in zip(anatomy["norms"], anatomy["kinds"]) if kind == "attn"]
-    for key, label, color in (("spike", "spike - spike", RED), ("early", "early - early", GREEN),
+    for key, label, color in (("spike", "spike - spike", RED),
+                              ("minor", "smaller - smaller", GREEN),
                               ("ordinary", "other - other", BLUE),
                               ("spike_ordinary", "spike - other", GREY)):
         by_block(ax, [entry["cosine"][key] for entry in norms], label, color,
@@ -2077,8 +2061,8 @@ def panel_heads(ax, anatomy, points):
 def panel_received(ax, anatomy, points):
     sinks = anatomy["sinks"]
     mean = [float(np.mean(row)) for row in sinks["per_head"]]
-    early, ordinary = sinks["received"]["early"], sinks["received"]["ordinary"]
-    for values, (label, color) in ((mean, ("first token", RED)), (early, EARLY), (ordinary, OTHER)):
+    minor, ordinary = sinks["received"]["minor"], sinks["received"]["ordinary"]
+    for values, (label, color) in ((mean, ("first token", RED)), (minor, MINOR), (ordinary, OTHER)):
         by_block(ax, values, label, color, at=sinks["layers"], marker="o", ms=3)
     ax.set(title="Attention that one key gets from later queries", xlabel="block",
            ylabel="mean over heads")
