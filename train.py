@@ -84,7 +84,7 @@ class Recipe:
 RECIPES = {
     "nano": {},
     "micro": {"steps": 2000, "lr": 2e-3, "warmup": 100, "eval_every": 500},
-    "toy": {"data": "backcopy", "steps": 800, "batch_size": 16, "warmup": 100, "beta2": 0.99,
+    "toy": {"data": "backcopy", "steps": 600, "batch_size": 16, "warmup": 100, "beta2": 0.99,
             "weight_decay": 0.01, "eval_every": 500},
     "toy-paper": {"data": "backcopy", "steps": 10000, "batch_size": 512, "micro_batch": 64,
                   "lr": 3e-4, "min_lr": 1.0, "warmup": 0, "beta2": 0.99, "weight_decay": 1e-4,
@@ -552,7 +552,7 @@ class Trainer:
         block = self.config.block_size
         return evaluation.evaluate(
             self.model, self.val_source, light=True, T=block, bos_policy=self.recipe.bos,
-            batch_size=min(8, self.rows) if self.recipe.init_from else 8,
+            batch_size=min(8, self.rows) if self.recipe.init_from else max(8, 2048 // block),
             n_sequences=self.recipe.probe_sequences or max(16, 4096 // block))
 
     # ------------------------------------------------------------------------ keeping and resuming
@@ -1018,7 +1018,7 @@ STUDIES |= {
         toy_arms, [(header.removeprefix("toy: "), path, spec) for header, path, spec in
                    evaluation.COLUMNS if path.startswith("backcopy.")]
         + [("spike", "massive.max", ".1f"), ("parameters", "protocol.n_params", ",.0f")],
-        schemes=[], size="toy", probes=20,
+        schemes=[], size="toy", probes=15,
         paper="Bigram-Backcopy (arXiv 2410.13835): softmax and AdamW grow all three; ReLU "
               "attention and SGD remove or soften them; 3 layers suffice for the peak. Its models: "
               "1 to 3 layers, d 256, 256 tokens, 10,000 steps of 512 (--size toy-paper)."),

@@ -304,7 +304,7 @@ def test_a_run_on_the_toy_is_resumable_and_measured(corpus, tmp_path, capsys):
             for run in "ab"]                        # stopping adds a validation loss
     assert rows[0] == rows[1]
     probes = [row["probe"]["backcopy"] for row in rows[0] if "probe" in row]
-    assert len(probes) == 2 and probes[0]["markov_loss"] != probes[1]["markov_loss"]
+    assert len(probes) == 3 and probes[0]["markov_loss"] != probes[1]["markov_loss"]
     metrics = json.loads((tmp_path / "a" / "metrics.json").read_text())
     assert metrics["backcopy"]["oracle"]["copy"] == 0 and metrics["val"]["byte_ppl"] is None
 

@@ -59,11 +59,16 @@ def one_line(captured, *words):
 
 # ------------------------------------------------------------------------------- exact resumption
 
-@pytest.mark.parametrize("arch", ["vanilla", "ledger"])
-def test_two_pieces_equal_one_run(corpus, tmp_path, arch):
+EVERY_FLAG = ["--norm", "dyt", "--ffn", "gelu", "--gate", "token", "--attn-bias",
+              "--head-dim", "12", "--loss-min", "3", "--loss-max", "20",
+              "--beta2", "0.9", "--min-lr", "0.5"]
+
+
+@pytest.mark.parametrize("flags", [[], ["--arch", "ledger"], ["--arch", "oasis", *EVERY_FLAG]])
+def test_two_pieces_equal_one_run(corpus, tmp_path, flags):
     """8 steps straight = 4 + resume + 4: losses, batches and weights bit-equal."""
-    assert run(corpus, tmp_path / "a", "--arch", arch) == 0
-    assert run(corpus, tmp_path / "b", "--arch", arch, "--stop-after", "4") == 0
+    assert run(corpus, tmp_path / "a", *flags) == 0
+    assert run(corpus, tmp_path / "b", *flags, "--stop-after", "4") == 0
     assert max(losses(tmp_path / "b")) == 3
     assert train.main(["--resume", "--out", str(tmp_path / "b"), "--no-eval"]) == 0
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
