@@ -612,27 +612,31 @@ def _null_logits(q, null_logit):
 
 def _check(q, k, v, normalizer, null_logit, mask, gamma, zeta):
     """One clear ValueError for what would otherwise be a wrong number or an out-of-bounds read."""
-    def need(ok, message):
+    def need(ok, message, *what):       # formatted on failure only: decoding calls this often
         if not ok:
-            raise ValueError(f"attend: {message}")
-    need(normalizer in NORMALIZERS, f"normalizer is one of {list(NORMALIZERS)}, not {normalizer!r}")
+            raise ValueError("attend: " + message.format(*what))
+    need(normalizer in NORMALIZERS, "normalizer is one of {}, not {!r}", list(NORMALIZERS),
+         normalizer)
     need(q.dim() == k.dim() == v.dim() == 4, "q, k and v are (batch, heads, length, head_dim)")
     (B, H, T, D), (_, Hkv, S, _) = q.shape, k.shape
     need(k.shape == v.shape == (B, Hkv, S, D) and Hkv and H % Hkv == 0,
-         f"shapes q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit together")
-    need(q.numel() and k.numel(), f"nothing to attend to: q {tuple(q.shape)}, k {tuple(k.shape)}")
-    need(q.dtype == k.dtype == v.dtype, f"dtypes differ: q {q.dtype}, k {k.dtype}, v {v.dtype}")
-    need(q.device == k.device == v.device, f"devices differ: {q.device}, {k.device}, {v.device}")
+         "shapes q {}, k {}, v {} do not fit together", *map(tuple, (q.shape, k.shape, v.shape)))
+    need(q.numel() and k.numel(), "nothing to attend to: q {}, k {}", tuple(q.shape),
+         tuple(k.shape))
+    need(q.dtype == k.dtype == v.dtype, "dtypes differ: q {}, k {}, v {}", q.dtype, k.dtype,
+         v.dtype)
+    need(q.device == k.device == v.device, "devices differ: {}, {}, {}", q.device, k.device,
+         v.device)
     need(normalizer != "sink" or null_logit is not None, "sink needs its learned null_logit (H,)")
-    need(null_logit is None or normalizer in WITH_NULL_KEY, f"{normalizer} has no null_logit")
+    need(null_logit is None or normalizer in WITH_NULL_KEY, "{} has no null_logit", normalizer)
     if isinstance(null_logit, torch.Tensor):
-        need(null_logit.shape in ((), (1,), (H,)), f"null_logit is one number or ({H},) numbers")
+        need(null_logit.shape in ((), (1,), (H,)), "null_logit is one number or ({},) numbers", H)
     if mask is not None:
         need(mask.dtype == torch.bool, "mask is boolean, True = may be seen")
-        need(mask.device == q.device, f"mask is on {mask.device}, q on {q.device}")
+        need(mask.device == q.device, "mask is on {}, q on {}", mask.device, q.device)
         need(mask.dim() == 4 and all(m in (1, n) for m, n in zip(mask.shape, (B, H, T, S))),
-             f"mask {tuple(mask.shape)} does not broadcast to {(B, H, T, S)}")
-    need(gamma <= 0 and zeta >= 1, f"clipped needs gamma <= 0 and zeta >= 1: {gamma}, {zeta}")
+             "mask {} does not broadcast to {}", tuple(mask.shape), (B, H, T, S))
+    need(gamma <= 0 and zeta >= 1, "clipped needs gamma <= 0 and zeta >= 1: {}, {}", gamma, zeta)
 
 
 def _refusal(impl, normalizer, q, k, causal, mask) -> str | None:
