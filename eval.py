@@ -2037,7 +2037,8 @@ def panel_cosine(ax, anatomy, points):
                               ("spike_ordinary", "spike - other", GREY)):
         by_block(ax, [entry["cosine"][key] for entry in norms], label, color,
                  at=[entry["sublayer"] for entry in norms])
-    ax.set(title="Cosine of two tokens, as attention reads them", xlabel="block", ylabel="cosine")
+    ax.set(title="Cosine of two tokens, as attention reads them", xlabel="block", ylabel="cosine",
+           ylim=(-1.05, 1.05))
 
 
 def panel_keys(ax, anatomy, points):
