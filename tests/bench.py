@@ -8,6 +8,7 @@
     ledger   Ledger against vanilla at the 160M shape
     depth    Attention Residuals and the router against the plain residual, 12 blocks, d 384
     softmax1 the fused Softmax1 path against plain causal SDPA
+    int8     the linear maps of a w8a8 model in int8 against float: error, time, bytes
     pretrained  a Llama or Qwen3 folder (--model DIR or $SMOLLM2) against transformers with SDPA
     plan     what the GPU recipes will need, computed: tokens, FLOPs, hours, memory
 
@@ -33,6 +34,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import quantize
 import softmax1
 from model import PRESETS, SIZES, Config, Transformer
 
@@ -216,6 +218,21 @@ def section_plan(peak: float = 312e12, share: float = 0.35):
                   f"{each / 1e9:.2f} x {B} = {(fixed + each * B) / 1e9:.0f} |", flush=True)
 
 
+def section_int8():
+    """quantize.check_integers' table, as ratios to the float product: int8 is the whole map
+    (inputs to codes, product, scales), product its integer matrix product alone."""
+    model = Transformer(Config(**WIDE))
+    ids = torch.randint(WIDE["vocab_size"], (4, 257))                               # (n, T + 1)
+    fake, real, rows = quantize.check_integers(quantize.quantize(model, "w8a8"), ids)
+    print(f"loss {fake:.6f} with rounded floats, {real:.6f} in int8\n\n"
+          "| map, 1024 tokens | largest difference | int8 / float | product / float | bytes |\n"
+          "|:--|--:|--:|--:|--:|")
+    for shape, difference, plain, whole, product, full, small in rows:
+        number = lambda text: float(text.replace(",", ""))
+        print(f"| {shape} | {difference} | {number(whole) / number(plain):.2f} | "
+              f"{number(product) / number(plain):.2f} | {number(small) / number(full):.2f} |")
+
+
 def section_pretrained(rounds: int = 5, new: int = 32):
     """Forward at T 512 and greedy generation against transformers with SDPA, fp32, and the memory
     of loading. CPU time of this process, so that other jobs on the machine count for less."""
@@ -268,6 +285,7 @@ SECTIONS = {
     "depth": lambda: compare("depth", ["vanilla", "attnres", "attnres-block", "attnres-oasis",
                                        "oasis"], 5),
     "softmax1": section_softmax1,
+    "int8": section_int8,
     "pretrained": section_pretrained,
     "plan": section_plan,
 }
