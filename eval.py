@@ -801,6 +801,7 @@ def describe(model, tokens, shown, bos_policy: str, bos) -> dict:
     if double:
         warnings.warn(f"{double} of {n} windows begin with two BOS ids", stacklevel=3)
     source = tokens.source if is_file else "array"
+    spacing = getattr(tokens, "spacing", "spread evenly, not overlapping, ")
     return {"torch": torch.__version__, "device": str(weight.device),
             "dtype": str(weight.dtype).removeprefix("torch."),
             "config": dataclasses.asdict(model.config), "n_params": model.count_params()["total"],
@@ -810,7 +811,7 @@ def describe(model, tokens, shown, bos_policy: str, bos) -> dict:
             "T": T, "n_sequences": n, "bos_policy": policy, "first_ids": shown[0, :8].tolist(),
             "double_bos": double,
             "text": f"{source}{f' ({tokens.split})' if is_file else ''}, {n} windows of {T} tokens "
-                    f"{'' if given else 'spread evenly, not overlapping, '}"
+                    f"{'' if given else spacing}"
                     f"BOS {policy}, every target scored once, context restarts in each window"}
 
 

@@ -67,6 +67,7 @@ class Backcopy:
     """
 
     tokenizer, eot, bos_policy, path = "backcopy", None, "window", "backcopy"
+    spacing = "drawn for evaluation alone, "
 
     def __init__(self, table="stdlib", seq_len: int = 256, batch_size: int = 512, *,
                  n_triggers: int = 3, seed: int = 0, split: str = "val"):
