@@ -1436,6 +1436,7 @@ def describe_life(model, life: dict, sizes, rows, text, batch_size: int) -> dict
     l, end = life["step_up"][-1], min(life["step_down"] or [len(size) - 2])
     bar = None if life["young"] else 0.25 * size[l + 1].max().item()
     grown = size[l + 1:end + 1] if end > l else size[l + 1:]        # while the spike is up
+    grown = grown[..., :1] if life["young"] else grown
     i, n, p = (int(at) for at in np.unravel_index(int(grown.argmax()), grown.shape))
     i, peak, middle = i + l + 1, grown[i, n, p].item(), median[i + l + 1].item()
     mask = size[l + 1] >= bar if bar else torch.arange(size.shape[2]).expand(size.shape[1:]) == 0
@@ -1905,6 +1906,7 @@ def draw_anatomy(anatomy: dict, points: dict, title: str):
     """One page, twelve panels; blocks as the papers count them: from 1, attention odd."""
     fig, axes = new_figure(13.5, 13, 4, 3)
     fig.suptitle(title, fontsize=15, weight="bold")
+    main = anatomy["lives"][anatomy["main"]]
     for ax, panel in zip(axes, (panel_life, panel_channels, panel_vocabulary, panel_forms,
                                 panel_prediction, panel_alignment, panel_effective, panel_cosine,
                                 panel_keys, panel_heads, panel_received, panel_edits)):
@@ -1917,8 +1919,12 @@ def draw_anatomy(anatomy: dict, points: dict, title: str):
             for life in anatomy["lives"]:
                 end = min(life["step_down"] or [len(anatomy["kinds"]) - 1])
                 ax.axvspan(life["step_up"][-1] + 1, end + 1, color=RED, alpha=0.06, lw=0)
-        if ax.get_legend_handles_labels()[0]:
-            ax.legend(frameon=False, fontsize=8)
+            ax.xaxis.get_major_locator().set_params(integer=True)
+        handles, labels = ax.get_legend_handles_labels()
+        if handles:
+            who = "first token" if main["young"] else "spike token"
+            ax.legend(handles, [label.replace("spike token", who) for label in labels],
+                      frameon=False, fontsize=8)
     return fig
 
 
@@ -2057,6 +2063,8 @@ def panel_heads(ax, anatomy, points):
     heads = sum(head["mass"] > anatomy["sinks"]["epsilon"] for head in anatomy["sinks"]["heads"])
     ax.set(title=f"Attention to the first token: {heads} sink heads of {per_head.size}",
            xlabel="attention layer", ylabel="head")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.get_major_locator().set_params(integer=True)
     ax.figure.colorbar(image, ax=ax)
 
 
@@ -2102,12 +2110,15 @@ def report_life(a: dict) -> str:
     for life in a["lives"]:
         words = ", ".join(f"`{word['text']!r}` x {word['count']}" for word in life["words"][:5])
         massive = "massive" if life["massive"] else "not massive"
+        what = "The largest entry of a first token," if life["young"] else "A spike of"
+        who = f"After the step up {life['n_tokens']} tokens reach a quarter of the largest"
+        who = f"It is measured on {life['n_tokens']} tokens" if life["young"] else who
         parts.append(flow(f"""
-            A spike of {number(life['peak'])}, {number(life['ratio'])} medians ({massive} by Sun et
+            {what} {number(life['peak'])}, {number(life['ratio'])} medians ({massive} by Sun et
             al.: over 100 and 1000 medians), in channel {life['channel']} of `{life['text']!r}` at
             position {life['position']} steps up in {blocks(a, life['step_up'])} and down in
-            {blocks(a, life['step_down'])}. After the step up {life['n_tokens']} tokens reach a
-            quarter of the largest, {life['at_first']} of them at position 0: {words}."""))
+            {blocks(a, life['step_down'])}. {who}, {life['at_first']} of them at position 0:
+            {words}."""))
     parts.append(markdown([f"channel after block {main['step_up'][-1] + 1}", "mean, spike tokens"],
                           [[str(c), number(v)] for c, v in main["channels"].items()]))
     return "\n\n".join(parts)
@@ -2174,13 +2185,14 @@ def report_sinks(a: dict) -> str:
     s, up = a["sinks"], a["lives"][a["main"]]["step_up"][-1]
     found = [head for head in s["heads"] if head["mass"] > s["epsilon"]]
     rest = [head for head in s["heads"] if head["mass"] <= s["epsilon"]]
-    mean = lambda heads, key: number(float(np.mean([h[key] for h in heads])) if heads else None)
+    mean = lambda heads, key: number(float(np.mean([h[key] for h in heads])))
     keys = [k for k in a["keys"] if k["sublayer"] > up and k["spike"] and k["ordinary"]]
     axes = lambda group, key: number(float(np.mean([k[group][key] for k in keys]))
                                      if keys else None)
     rows = [[f"{h['layer']}.{h['head']}"] + [number(h[key]) for key in
             ("mass", "gap", "gap_sd", "gap_best")] for h in found[:8]]
-    table = markdown(["layer.head", "mass", "logit gap", "sd", "gap to the best"], rows)
+    table = markdown(["layer.head", "mass", "logit gap", "sd", "gap to the best"], rows) + "\n"
+    lead = lambda heads: f"{mean(heads, 'gap')} ± {mean(heads, 'gap_sd')}" if heads else "nothing"
     layers = {layer: sorted(h["head"] for h in found if h["layer"] == layer)
               for layer in sorted({h["layer"] for h in found})}
     names = "; ".join(f"{layer}: {' '.join(map(str, row))}" for layer, row in layers.items())
@@ -2188,12 +2200,13 @@ def report_sinks(a: dict) -> str:
         {len(found)} of {len(s['heads'])} heads give position 0 more than {s['epsilon']:g} of their
         attention; the sink ratio is {s['ratio_gu']:.1%} by Gu et al. and {s['ratio_spike']:.1%} by
         the Spike paper (T = {s['T']}). In these heads the first key's logit leads the mean of the
-        others by {mean(found, 'gap')} ± {mean(found, 'gap_sd')} over queries, in the rest by
-        {mean(rest, 'gap')} ± {mean(rest, 'gap_sd')}; above the step up the keys of spike tokens
+        others by {lead(found)} over queries, in the rest by
+        {lead(rest)}; above the step up the keys of spike tokens
         have {axes('spike', 'effective')} effective dimensions, and {axes('spike', 'axes_99')} axes
         hold 99 % of them, against {axes('ordinary', 'effective')} and
         {axes('ordinary', 'axes_99')} of {a['keys'][0]['head_dim']} for other tokens (rotation
-        undone, mean over key heads).""") + f"\n\n{table}\nSink heads by layer: {names or 'none'}."
+        undone, mean over key heads).""") + "\n\n" + (table if found else "") + (
+            f"Sink heads by layer: {names or 'none'}.")
 
 
 def report_edits(a: dict) -> str:

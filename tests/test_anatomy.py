@@ -361,7 +361,8 @@ def test_what_a_model_has_not_is_said_and_the_rest_is_measured(fields, note, tmp
     model = Transformer(Config(**{**TINY, **fields}))
     a, points = dissect(model, ids(2, 33), T=32, vocabulary=40, singles=8)
     assert any(note in line for line in a["notes"]), a["notes"]
-    assert a["lives"][0]["young"] and a["lives"][0]["n_tokens"] == 2
+    life, = a["lives"]
+    assert life["young"] and life["n_tokens"] == life["at_first"] == 2 and life["position"] == 0
     assert bool(a["interventions"]) == (model.config.residual == "standard")
     json.dumps(evaluation.plain(a), allow_nan=False)
     report = evaluation.anatomy_report(a, "tiny")
