@@ -1223,18 +1223,19 @@ def draw_commits(commit: dict):
 
 def draw_stream(stream: dict):
     """Loss against position, a line for each window and number of tokens kept."""
-    fig, (ax,) = new_figure(8, 3.8)
+    fig, (ax,) = new_figure(9.5, 3.6)
     specs = [key for key in stream if ":" in key]
     looks = zip(specs, (RED, BLUE, "#009E73", "#E69F00", "#CC79A7", "#56B4E9") * 9, "os^Dv*" * 9)
     for spec, color, marker in looks:
         (window, keep), entry = spec.split(":"), stream[spec]
         at = [(i + 0.5) * entry["curve_step"] for i in range(len(entry["curve"]))]
         ax.plot(at, entry["curve"], color=color, marker=marker, ms=3, lw=1.2,
-                label=f"window {window}, first {keep} kept: {entry['loss']:.3f}")
+                label=f"{window}, first {keep}: {entry['loss']:.3f}")
         ax.axvline(int(window), color="dimgray", lw=0.8, ls=":")
     ax.set(xlabel="position in the stream (dotted: the window is full)", ylabel="nats per token",
            title=f"Streaming: forgetting the first tokens costs {stream['delta']:+.3f}")
-    ax.legend(frameon=False, title="mean loss after that")
+    fig.legend(loc="outside right upper", frameon=False,
+               title="window, kept: loss\nonce it is full")
     return fig
 
 
