@@ -201,7 +201,8 @@ def rope_table(positions: torch.Tensor, config: Config) -> tuple[torch.Tensor, t
 def rotate(x, cos, sin):
     """Rotary embedding on half-split pairs (x_i, x_{i + D/2}). x (B, H, T, D) -> (B, H, T, D)."""
     a, b = x.chunk(2, dim=-1)                                                       # (B, H, T, D/2)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)                # (B, H, T, D)
+    return torch.cat((torch.addcmul(a * cos, b, sin, value=-1),
+                      torch.addcmul(b * cos, a, sin)), dim=-1)                      # (B, H, T, D)
 
 
 class KVCache:
@@ -392,7 +393,7 @@ class Attention(nn.Module):
         if ctx.record is not None:
             self.tell(ctx.record, q, keys, v, out, null, gate, how)
         y = self.wo(out.transpose(1, 2).flatten(-2))                                # (B, T, d)
-        return y, null.mean(1)                                                      # (B, T)
+        return y, null[:, 0] if c.normalizer == "softmax" else null.mean(1)         # (B, T)
 
     def tell(self, record: Record, q, keys, v, out, null, gate, how):
         """Report what one attention computed; only here is an attention matrix ever wanted. keys:

@@ -46,9 +46,13 @@ TRITON = importlib.util.find_spec("triton") is not None  # asked, not imported: 
 
 # ---------------------------------------------------------------------------- the function itself
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
+def _wide_dtype(x: torch.Tensor) -> torch.dtype:
     """fp32 (fp64 stays): a bf16 sum over a long row is wrong by a percent."""
-    return x if x.dtype == torch.float64 else x.float()
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to(_wide_dtype(x))
 
 
 def _softmax_null(x: torch.Tensor, null_logit, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -188,7 +192,7 @@ def _attend_sdpa(q, k, v, normalizer, causal, null_logit, mask, scale):
     """
     (B, H, T, D), S = q.shape, k.size(2)
     scale = _scale(q, scale)
-    zeros = torch.zeros((B, H, T), dtype=_wide(q[:0]).dtype, device=q.device)  # (B, H, T)
+    zeros = torch.zeros((B, H, T), dtype=_wide_dtype(q), device=q.device)  # (B, H, T)
     if normalizer == "softmax" and mask is None and (not causal or T == S):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale,
                                               enable_gqa=k.size(1) != H), zeros
@@ -606,7 +610,7 @@ def _scale(q, scale):
 
 def _null_logits(q, null_logit):
     """The null logit of each head, (H,), fp32 (fp64 beside fp64 queries)."""
-    s = _tensor(0.0 if null_logit is None else null_logit, _wide(q[:0]).dtype, q.device)
+    s = _tensor(0.0 if null_logit is None else null_logit, _wide_dtype(q), q.device)
     return s.expand(q.size(1))  # (H,)
 
 
@@ -707,12 +711,15 @@ def attend(q, k, v, normalizer="softmax", causal=True, null_logit=None, mask=Non
     causal = causal and q.size(2) > 1  # the last query sees everything
     plain = mask is None and (not causal or q.size(2) == k.size(2))
     choices = _choices(normalizer, q.device.type, plain) if impl == "auto" else (impl,)
-    refusals = {name: _refusal(name, normalizer, q, k, causal, mask) for name in choices}
-    name = next((name for name, refusal in refusals.items() if refusal is None), None)
-    if name is None:
-        raise ValueError(f"attend: impl {impl!r}: {refusals[impl]}")
-    if choices[0] == "triton" and name != "triton" and normalizer in WITH_NULL_KEY:
-        say_once(f"softmax1: {refusals['triton']}: {name} instead")
+    refusals = []
+    for name in choices:
+        if (refusal := _refusal(name, normalizer, q, k, causal, mask)) is None:
+            break
+        refusals.append(refusal)
+    else:  # "eager", the last that "auto" tries, refuses nothing
+        raise ValueError(f"attend: impl {impl!r}: {refusals[0]}")
+    if choices[0] == "triton" and refusals and normalizer in WITH_NULL_KEY:
+        say_once(f"softmax1: {refusals[0]}: {name} instead")
     if name == "eager":
         return _attend_eager(q, k, v, normalizer, causal, null_logit, mask, gamma, zeta, scale)
     if name == "sdpa":
