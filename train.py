@@ -899,6 +899,8 @@ SIZE_OF_OUTLIERS = [("max inf norm, all", "outliers.max_inf_norm.all_hooks", ".1
                     ("kurtosis", "outliers.kurtosis.sequence", ".1f")]
 VAL = [("val loss", "val.loss", ".4f")]
 STREAM = [("stream Δ", "stream.delta", "+.3f")]     # cost of losing the first tokens, in nats
+TOY = [(header.removeprefix("toy: "), path, spec) for header, path, spec in evaluation.COLUMNS
+       if path.startswith("backcopy.")]
 
 STUDIES = {
     "ledger": Study(
@@ -963,7 +965,7 @@ def spike_study(arms, rows: str, note: str) -> Study:
     return Study(
         arms, [("perplexity", "val.token_ppl", ".2f")] + THRESHOLD
         + [("spike", "massive.max", ".1f")] + CONTINUOUS + STREAM
-        + [("loss, 4th quarter", "val.loss_by_quarter.3", ".4f")], schemes=[], probes=8,
+        + [("loss, 4th quarter", "val.loss_by_quarter.3", ".4f")] + TOY, schemes=[], probes=8,
         paper="Last column: the ablations of arXiv 2603.05498, a 7B Llama on 100B tokens, one "
               "seed. Its sink ratio is the column \"sink ratio (Spike)\", its spike the largest "
               f"|residual|. {note}",
@@ -1015,9 +1017,8 @@ def toy_arms(recipe: Recipe, shape: dict) -> dict[str, list[str]]:
 
 STUDIES |= {
     "backcopy": Study(
-        toy_arms, [(header.removeprefix("toy: "), path, spec) for header, path, spec in
-                   evaluation.COLUMNS if path.startswith("backcopy.")]
-        + [("spike", "massive.max", ".1f"), ("parameters", "protocol.n_params", ",.0f")],
+        toy_arms, TOY + [("spike", "massive.max", ".1f"),
+                         ("parameters", "protocol.n_params", ",.0f")],
         schemes=[], size="toy", probes=15,
         paper="Bigram-Backcopy (arXiv 2410.13835): softmax and AdamW grow all three; ReLU "
               "attention and SGD remove or soften them; 3 layers suffice for the peak. Its models: "
@@ -1131,7 +1132,9 @@ def report_study(study: Study, arms, seeds: int, out: str):
     runs = [{"arm": arm, "seed": seed, "metrics": evaluation.read_metrics(
                 os.path.join(out, f"{arm}-s{seed}"))} for arm in arms for seed in range(seeds)]
     beside = ("paper: ppl / sink % / spike", study.paper_rows) if study.paper_rows else ()
-    table = evaluation.study_table(runs, study.columns, beside)
+    columns = [column for column in study.columns if any(
+        evaluation.lookup(run["metrics"], column[1]) is not None for run in runs)]
+    table = evaluation.study_table(runs, columns, beside)
     if study.reference in arms:
         table += f"\nchange against {study.reference}, percent, paired by seed\n\n"
         table += evaluation.relative_table(runs, RELATIVE, study.reference)

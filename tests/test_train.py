@@ -394,3 +394,15 @@ def test_the_papers_numbers_stand_in_the_table():
     table = train.evaluation.study_table(results, train.VAL, ("paper", {"base": "10.1 / 46.0"}))
     assert table.splitlines()[0].endswith("| val loss | paper |")
     assert [line.split("|")[-2].strip() for line in table.splitlines()[2:]] == ["10.1 / 46.0", "–"]
+
+
+def test_a_study_prints_the_columns_that_its_runs_have(tmp_path):
+    """The toy's measures stand in a spike study's table at --size toy, and nowhere else."""
+    measured = {"val": {"loss": 1.0, "token_ppl": 2.7}}
+    for size, metrics in (("nano", measured), ("toy", measured | {"backcopy": {"sink": 0.3}})):
+        os.makedirs(tmp_path / size / "pre-s0")
+        train.evaluation.save_metrics(str(tmp_path / size / "pre-s0"), metrics)
+        train.report_study(train.STUDIES["spike-norm"], {"pre": []}, 1, str(tmp_path / size))
+        header = (tmp_path / size / "table.md").read_text().splitlines()[0]
+        assert ("BOS mass" in header) == (size == "toy")
+        assert "perplexity" in header and "spike" in header and "first-token" not in header
