@@ -1287,8 +1287,8 @@ def draw_growth(curves: dict[str, list[list[dict]]]):
             ax.plot(np.array(steps) + 1, mean, lw=1.6, label=name, **style)
             if len(y) > 1:
                 floor = mean.min() / 2 if scale == "log" else -np.inf
-                ax.fill_between(np.array(steps) + 1, np.maximum(mean - sd, floor), mean + sd,
-                                color=style["color"], alpha=0.12, lw=0)
+                ax.fill_between(np.array(steps) + 1, np.maximum(mean - sd, floor), mean + sd, lw=0,
+                                color=style["color"], alpha=0.12 if len(curves) < 7 else 0.06)
             ax.set(title=title, xlabel="step", yscale=scale)
     handles, labels = axes[0].get_legend_handles_labels()
     axes[len(panels)].axis("off")
