@@ -85,14 +85,15 @@ def attnres_reference(sources: list, query, gain, eps: float = 1e-6, kind: str =
 
 
 def router_reference(candidates: list, wq, wk, bias, kind: str = "softmax",
-                     psi: list | None = None, beta=0.0):
+                     psi: list | None = None, beta=0.0, norm_eps: float | None = None):
     """The next stream out of the candidate streams, as OASIS' module computes it. [OASIS 1.3]
 
     candidates n x (B, T, d), the newest last; wq, wk (a, d); bias (n,); psi n x (B, T)
-    -> (B, T, d).
+    -> (B, T, d). norm_eps: queries and keys are made of s / rms(s), our extension; None: of s.
     """
     s = torch.stack(candidates, 2)                                                  # (B, T, n, d)
-    q, k = F.linear(s[:, :, -1], wq), F.linear(s, wk)                # (B, T, a), (B, T, n, a)
+    x = s if norm_eps is None else F.rms_norm(s, s.shape[-1:], eps=norm_eps)        # (B, T, n, d)
+    q, k = F.linear(x[:, :, -1], wq), F.linear(x, wk)                # (B, T, a), (B, T, n, a)
     g = torch.einsum("bta,btna->btn", q, k) / math.sqrt(len(wq)) + bias             # (B, T, n)
     if psi is not None:
         psi = torch.stack(psi, -1)                                                  # (B, T, n)
@@ -171,6 +172,11 @@ class Score(torch.autograd.Function):
         return weighted_sum(dg, sources), *(q * g_i for g_i in dg.unsqueeze(-2).unbind(-1))
 
 
+def inverse_rms(x, eps: float):
+    """1 / rms(x), fp32: (B, T, d) -> (B, T, 1)."""
+    return (wide(x).square().mean(-1, keepdim=True) + eps).rsqrt()                  # (B, T, 1)
+
+
 def mix(weights, sources: list):
     """What is read: fp32 weights (B, T, n), n x (B, T, d) -> (B, T, d) in the embedding's dtype."""
     return Mix.apply(weights, *sources).to(sources[0].dtype)                        # (B, T, d)
@@ -246,8 +252,7 @@ class AttnRes(nn.Module):
         """w . RMSNorm(v) = (w . v) / rms(v) for the readers w (r, d): (B, T, d) -> (B, T, r)."""
         with torch.autocast(v.device.type, enabled=False):
             v = wide(v)                                                             # (B, T, d)
-            scale = (v.square().mean(-1, keepdim=True) + self.config.norm_eps).rsqrt()  # (B, T, 1)
-            return F.linear(v, w.to(v.dtype)) * scale                               # (B, T, r)
+            return F.linear(v, w.to(v.dtype)) * inverse_rms(v, self.config.norm_eps)    # (B, T, r)
 
     def add(self, state, l: int, v, psi):
         """A finished source. Readers l + 1 .. L will ask for it: all their logits, once."""
@@ -376,11 +381,16 @@ class OasisRouter(nn.Module):
         return state
 
     def route(self, state, l: int, candidates: list, psi: list):
-        """n x (B, T, d) -> (B, T, d). q . W_k s_i = (W_k^T q) . s_i: no candidate is projected."""
+        """n x (B, T, d) -> (B, T, d). q . W_k s_i = (W_k^T q) . s_i: no candidate is projected.
+        With router_norm, our extension, queries and keys are made of s / rms(s): without it, what
+        one step of training does to a logit grows with the square of a stream's size."""
         site, c = self.sites[l], self.config
         q = site.wq(candidates[-1])                                                 # (B, T, a)
         q = F.linear(q, site.wk.weight.T) / math.sqrt(site.a)                       # (B, T, d)
         g = Score.apply(wide(q), *candidates)                                       # (B, T, n)
+        if c.router_norm:
+            scale = torch.cat([inverse_rms(s, c.norm_eps) for s in candidates], -1)     # (B, T, n)
+            g = g * scale * scale[..., -1:]                                         # (B, T, n)
         g = g + site.bias(len(candidates))                                          # (B, T, n)
         if site.b is not None:
             g, beta = couple(g, psi, site.b)                                        # (B, T, n)

@@ -94,6 +94,7 @@ class Config:
     coupling: bool = False        # token null mass lowers a branch's routing logit
     coupling_detach: bool = False
     router_init: str = "recent"   # OasisRouter: zero | recent | index | identity
+    router_norm: bool = False     # OasisRouter: its queries and keys see streams of rms 1
     near_identity: bool = False   # attnres, ledger, hc2 start as the plain residual: see CONVERSION
     ledger_rank: int = 0          # 0: min(64, d/8)
     ledger_gamma: float = 0.0     # share of the scratch stream in what is decoded

@@ -42,8 +42,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import eval as evaluation
-from attnres import (LOGIT_MAX, AttnRes, OasisRouter, couple, depth_null, depth_weights, mix,
-                     tell)
+from attnres import (LOGIT_MAX, AttnRes, OasisRouter, couple, depth_null, depth_weights,
+                     inverse_rms, mix, tell)
 from data.prepare import open_source
 from eval import evaluating
 from ledger import Delta, HyperConnection2, Ledger, update
@@ -457,8 +457,10 @@ class QuantizedRouter(OasisRouter):
         """n x (B, T, d) -> (B, T, d), as attnres.router_reference."""
         site, c = self.sites[l], self.config
         state.inner[-1] = candidates[-1] = self.sum[l](candidates[-1])              # (B, T, d)
-        q = site.wq(candidates[-1]) / math.sqrt(site.a)                             # (B, T, a)
-        k = site.wk(torch.stack(candidates, 2))                                     # (B, T, n, a)
+        s = torch.stack(candidates, 2)                                              # (B, T, n, d)
+        if c.router_norm:
+            s = s * inverse_rms(s, c.norm_eps)                                      # (B, T, n, d)
+        q, k = site.wq(s[:, :, -1]) / math.sqrt(site.a), site.wk(s)     # (B, T, a), (B, T, n, a)
         g = (k @ q.unsqueeze(-1)).squeeze(-1)                                       # (B, T, n)
         g = g + site.bias(len(candidates))                                          # (B, T, n)
         if site.b is not None:

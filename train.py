@@ -165,6 +165,7 @@ MODEL_HELP = {
     "coupling": "a branch's token null mass lowers its routing logit (OASIS)",
     "coupling_detach": "no gradient through that null mass (ablation)",
     "router_init": "oasis router: zero | recent | index | identity",
+    "router_norm": "oasis router: queries and keys of streams over their rms (our extension)",
     "near_identity": "attnres, ledger and hc2 start as the plain residual (set by --init-from)",
     "ledger_rank": "rank of ledger's maps (0: d/8, at most 64)",
     "ledger_gamma": "share of the scratch stream that is decoded",
@@ -940,7 +941,9 @@ STUDIES = {
               "-96.77 %, W8A8 perplexity -75.85 % or -73.55 %."),
     "finetune": Study(
         arms={name: ["--arch", name] for name in (
-            "vanilla", "attnres", "attnres-oasis", "oasis", "outeffhop", "gated")},
+            "vanilla", "attnres", "attnres-oasis", "oasis", "outeffhop", "gated")}
+        | {f"{name}-norm": ["--arch", name, "--router-norm"]
+           for name in ("attnres-oasis", "oasis")},
         columns=VAL + SIZE_OF_OUTLIERS + CONTINUOUS + THRESHOLD + [
             ("spike", "massive.max", ".1f"), ("token null mass", "null.token_mass", ".3f"),
             ("depth max weight", "depth.max_weight", ".3f"),

@@ -135,19 +135,21 @@ def oasis_by_the_paper(stack, m):
             bias = site.recency * (step - n + 2 if c.router_init == "index" else step / (n - 1))
             coupled = dict(psi=psi, beta=torch.nn.functional.softplus(site.b)) if c.coupling else {}
             x = router_reference(candidates, site.wq.weight, site.wk.weight, bias,
-                                 c.depth_normalizer, **coupled)
+                                 c.depth_normalizer, **coupled,
+                                 norm_eps=c.norm_eps if c.router_norm else None)
         assert n == l // per_block + 1 + per_block           # candidates: block index + 2, then + 3
         history, psis = history + [x], psis + [null]
     return x
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("init,coupling,ffn", [
-    ("zero", False, "swiglu"), ("recent", True, "swiglu"), ("index", True, "swiglu"),
-    ("recent", True, "none")])
-def test_router_equals_the_stacked_reference(kind, init, coupling, ffn):
+@pytest.mark.parametrize("init,coupling,ffn,norm", [
+    ("zero", False, "swiglu", False), ("recent", True, "swiglu", False),
+    ("index", True, "swiglu", False), ("recent", True, "none", False),
+    ("zero", True, "swiglu", True)])
+def test_router_equals_the_stacked_reference(kind, init, coupling, ffn, norm):
     c = config(d_model=d, n_layer=6 if ffn == "none" else 3, ffn=ffn, residual="oasis",
-               depth_normalizer=kind, router_init=init, coupling=coupling)
+               depth_normalizer=kind, router_init=init, coupling=coupling, router_norm=norm)
     m, stack = stir(OasisRouter(c).double(), scale=0.3), Stack(6)
     fast, slow = stack.run(m), oasis_by_the_paper(stack, m)
     assert_same([fast], [slow])
@@ -539,3 +541,17 @@ def test_the_self_check_runs_and_draws(tmp_path, monkeypatch, capsys):
         run(tmp_path / "new" / "start.png" / "x.png")
     assert stop.value.code == 2
     assert "cannot write the figure" in capsys.readouterr().err
+
+
+def test_a_normed_router_does_not_see_how_large_its_streams_are():
+    """Streams a thousand times as large: the same weights, where a plain router's saturate."""
+    for norm in (True, False):
+        m = stir(OasisRouter(config("oasis", router_init="zero", router_norm=norm)).double())
+        streams = [torch.randn(B, T, m.config.d_model, dtype=torch.float64) for _ in range(3)]
+        psi, weights = [torch.zeros(B, T, dtype=torch.float64)] * 3, []
+        for size in (1, 1000):
+            state = m.start(streams[0], lambda name, l, x: weights.append(x)
+                            if name == "depth_weights" else None)
+            m.route(state, 1, [size * s for s in streams], psi)
+        small, large = weights
+        assert torch.allclose(small, large, atol=1e-5) == norm

@@ -227,10 +227,13 @@ def test_every_residual_has_a_twin():
     assert set(RESIDUALS.values()) < set(Q.TWINS)
 
 
-@pytest.mark.parametrize("preset", ["vanilla", "ledger", "oasis", "attnres-block", "hc2", "delta"])
-def test_every_site_is_reached_and_does_something(preset):
+@pytest.mark.parametrize("preset, more", [
+    ("vanilla", {}), ("ledger", {}), ("oasis", {}), ("oasis", {"router_norm": True}),
+    ("attnres-block", {}), ("hc2", {}), ("delta", {})])
+def test_every_site_is_reached_and_does_something(preset, more):
     """One site at 2 bits moves the logits; nothing chosen moves nothing; ranges come from data."""
-    model, tokens = tiny(preset, n_layer=1, ledger_gamma=0.5, router_init="zero"), ids(1, 24)
+    model = tiny(preset, n_layer=1, ledger_gamma=0.5, router_init="zero", **more)
+    tokens = ids(1, 24)
     truth = logits_of(model, tokens)
     names = Q.sites(quantize(model, "w2a2"))
     assert len(names) == len(set(names))
