@@ -968,7 +968,9 @@ def spike_study(arms, rows: str, note: str) -> Study:
     return Study(
         arms, [("perplexity", "val.token_ppl", ".2f")] + THRESHOLD
         + [("spike", "massive.max", ".1f")] + CONTINUOUS + STREAM
-        + [("loss, 4th quarter", "val.loss_by_quarter.3", ".4f")] + TOY, schemes=[], probes=8,
+        + [("W4A4 Δ loss", "quant.w4a4-static.delta_loss", "+.3f"),
+           ("loss, 4th quarter", "val.loss_by_quarter.3", ".4f")] + TOY,
+        schemes=["w4a4-static"], probes=8,
         paper="Last column: the ablations of arXiv 2603.05498, a 7B Llama on 100B tokens, one "
               "seed. Its sink ratio is the column \"sink ratio (Spike)\", its spike the largest "
               f"|residual|. {note}",
