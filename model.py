@@ -155,11 +155,17 @@ class RMSNorm(nn.Module):
 
 
 class DynamicTanh(nn.Module):
-    """gain * tanh(alpha x) + bias: a norm that looks at no statistics [Spike 3.7]."""
+    """gain * tanh(alpha x) + bias: a norm that looks at no statistics [Spike 3.7].
+
+    It makes no small stream large, so its authors multiply the embedding of a language model by a
+    learned scalar that starts at sqrt(d) (arXiv 2503.10622, appendix A). Their LLaMA of width 4096
+    starts with alpha 0.8 before attention and 0.2 elsewhere, and narrower models want larger ones.
+    Ours below that width: alpha 1, and a scalar of 64 = sqrt(4096), so that an embedding starts as
+    large as theirs. With their alphas and sqrt(128) a nano model learns letter frequencies only.
+    """
 
     def __init__(self, width: int, alpha: float):
         super().__init__()
-        self.start = alpha
         self.alpha = nn.Parameter(torch.tensor([alpha]))
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width))
@@ -172,7 +178,8 @@ def make_norm(config: Config, where: str) -> nn.Module:
     """The norm in front of an attention ("attn") or feed-forward ("ffn") sublayer, on a sublayer's
     output ("out"), or before the head ("final"), for each of NORMS [Spike 3.7]."""
     if config.norm == "dyt" and where != "out":
-        return DynamicTanh(config.d_model, {"attn": 0.8, "ffn": 0.2, "final": 0.2}[where])
+        wide = config.d_model >= 4096
+        return DynamicTanh(config.d_model, (0.8 if where == "attn" else 0.2) if wide else 1.0)
     if where == "out" and config.norm not in ("sandwich", "sandwich-qk"):
         return nn.Identity()
     if where == "attn" and config.norm == "sandwich-qk":
@@ -518,6 +525,8 @@ class Transformer(nn.Module):
                                                   freeze=False)
         if c.pos == "learned":
             self.pos_embed = nn.Embedding(c.block_size, c.d_model)
+        if c.norm == "dyt":
+            self.embed_scale = nn.Parameter(torch.tensor([max(64.0, math.sqrt(c.d_model))]))
         self.norms = nn.ModuleList(make_norm(c, kind) for kind in self.kinds)
         self.sublayers = nn.ModuleList(
             Attention(c, self.kinds[:l].count("attn")) if kind == "attn" else FeedForward(c, l)
@@ -644,7 +653,9 @@ class Transformer(nn.Module):
                 raise ValueError(f"{past + T} tokens do not fit in block_size="
                                  f"{self.config.block_size} learned positions")
             x0 = x0 + self.pos_embed(positions)                                     # (B, T, d)
-        elif self.config.pos == "rope":
+        if self.config.norm == "dyt":
+            x0 = x0 * self.embed_scale                                              # (B, T, d)
+        if self.config.pos == "rope":
             cos, sin = (t.unsqueeze(-3).to(x0.dtype)                            # (.., 1, T, D/2)
                         for t in rope_table(positions, self.config))
         if wanted(record, "embedding"):

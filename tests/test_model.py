@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from model import (FFNS, GATES, NORMS, PRESETS, RESIDUALS, CheckpointError, Config, KVCache,
                    Transformer, clean_state_dict, config_from, load_checkpoint, load_model,
-                   load_weights, rope_table, rotate, sample, save_checkpoint)
+                   load_weights, make_norm, rope_table, rotate, sample, save_checkpoint)
 
 TINY = dict(vocab_size=61, n_layer=2, n_head=2, d_model=32, head_dim=16, d_ff=48, block_size=24)
 VARIANTS = {f"preset {name}": fields for name, fields in PRESETS.items()}
@@ -373,7 +373,12 @@ def test_dynamic_tanh_and_norm_placement():
     dyt = build(norm="dyt")
     n = dyt.norms[0]
     assert torch.allclose(n(x), n.weight * torch.tanh(n.alpha * x) + n.bias)
-    assert Transformer(Config(**TINY, norm="dyt")).norms[0].alpha.item() == pytest.approx(0.8)
+    fresh = Transformer(Config(**TINY, norm="dyt"))
+    fresh(ids(1, 4), record=lambda n, l, x: seen.__setitem__((n, l), x))
+    assert torch.equal(seen["embedding", 0], 64 * fresh.embed(ids(1, 4)))
+    starts = [make_norm(c, where).alpha.item() for where in ("attn", "ffn", "final")
+              for c in (fresh.config, Config(d_model=4096, norm="dyt"))]   # narrow, and their 7B
+    assert starts == pytest.approx([1.0, 0.8, 1.0, 0.2, 1.0, 0.2])
 
 
 @pytest.mark.parametrize("kind", [g for g in GATES if g != "none"])
