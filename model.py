@@ -145,10 +145,10 @@ class Config:
 class RMSNorm(nn.Module):
     """x / rms(x) * gain, rms(x) = sqrt(mean(x^2) + eps) over channels. (..., d) -> (..., d)."""
 
-    def __init__(self, width: int, eps: float = 1e-6):
+    def __init__(self, width: int, eps: float = 1e-6, gain: float = 1.0):
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.ones(width))
+        self.weight = nn.Parameter(torch.full((width,), gain))
 
     def forward(self, x):
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)  # (..., d)
@@ -176,7 +176,11 @@ class DynamicTanh(nn.Module):
 
 def make_norm(config: Config, where: str) -> nn.Module:
     """The norm in front of an attention ("attn") or feed-forward ("ffn") sublayer, on a sublayer's
-    output ("out"), or before the head ("final"), for each of NORMS [Spike 3.7]."""
+    output ("out"), or before the head ("final"), for each of NORMS [Spike 3.7].
+
+    The gain of an output norm starts at 0.1, our choice (the paper gives none): at 1 every sublayer
+    adds a vector of rms 1 to a stream that starts at 0.02, and the token is drowned.
+    """
     if config.norm == "dyt" and where != "out":
         wide = config.d_model >= 4096
         return DynamicTanh(config.d_model, (0.8 if where == "attn" else 0.2) if wide else 1.0)
@@ -184,7 +188,7 @@ def make_norm(config: Config, where: str) -> nn.Module:
         return nn.Identity()
     if where == "attn" and config.norm == "sandwich-qk":
         return nn.Identity()                 # there the norm acts on queries and keys only
-    return RMSNorm(config.d_model, config.norm_eps)
+    return RMSNorm(config.d_model, config.norm_eps, gain=0.1 if where == "out" else 1.0)
 
 
 def rope_table(positions: torch.Tensor, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
@@ -548,7 +552,7 @@ class Transformer(nn.Module):
         | parameters                       | value                                            |
         |----------------------------------|--------------------------------------------------|
         | matrices and embeddings          | N(0, 0.02^2)                                     |
-        | gains 1, biases and scalars      | as constructed (1 and 0)                         |
+        | gains, biases and scalars        | as constructed                                   |
         | a mechanism's own parameters     | its `init_special`, e.g. zero pseudo-queries     |
 
         Because the generator is seeded by name, a weight that two architectures share starts equal

@@ -367,6 +367,7 @@ def test_dynamic_tanh_and_norm_placement():
     gain = sandwich.out_norms[1].weight
     rms = (seen["sublayer_out", 1] / gain).square().mean(-1)
     assert torch.allclose(rms, torch.ones_like(rms), atol=1e-2)
+    assert (Transformer(Config(**TINY, norm="sandwich")).out_norms[1].weight == 0.1).all()
     qk = build(norm="sandwich-qk")
     qk(ids(1, 4), record=lambda n, l, x: seen.__setitem__((n, l), x))
     assert torch.equal(seen["norm_out", 0], seen["embedding", 0])
