@@ -1090,7 +1090,7 @@ def study_table(results: list[dict], columns=COLUMNS, beside: tuple = ()) -> str
             values = [v for v in values if v is not None]
             cell = as_text(float(np.mean(values)), spec) if values else "–"
             if len(values) > 1:
-                cell += f" ± {format(float(np.std(values, ddof=1)), spec)}"
+                cell += f" ± {format(float(np.std(values, ddof=1)), spec.lstrip('+'))}"
             cells.append(cell + (f" ({len(values)})" if 0 < len(values) < len(seeds) else ""))
         rows.append([arm, str(len(seeds)), *cells, *(texts.get(arm, "–") for texts in beside[1:])])
     return markdown(["arm", "seeds"] + [header for header, _, _ in columns] + [*beside[:1]], rows)

@@ -498,13 +498,13 @@ def test_metrics_merge_and_survive(tmp_path):
 
 def test_study_table_has_mean_and_sample_deviation():
     columns = [("loss", "val.loss", ".2f"), ("depth", "depth.max_weight", ".1f"),
-               ("first", "list.0", ".0%")]
+               ("first", "list.0", "+.0%")]
     results = [{"arm": "a", "seed": s, "metrics": {"val": {"loss": v}, "depth": None, "list": [v]}}
                for s, v in enumerate((1.0, 2.0, 3.0))]
     results.append({"arm": "b", "seed": 0, "metrics": {"val": {"loss": 5.0}}})
     lines = evaluation.study_table(results, columns).splitlines()
     assert lines[0] == "| arm | seeds | loss | depth | first |"
-    assert lines[2] == "| a | 3 | 2.00 ± 1.00 | – | 200% ± 100% |"
+    assert lines[2] == "| a | 3 | 2.00 ± 1.00 | – | +200% ± 100% |"     # a spread has no sign
     assert lines[3] == "| b | 1 | 5.00 | – | – |"
 
 

@@ -72,6 +72,30 @@ def test_the_first_two_blocks_are_the_main_job_and_the_tests():
     assert "requirements.txt" in (ROOT / "requirements-dev.txt").read_text()
 
 
+def test_the_catalogue_runs_as_printed():
+    """Each mechanism has an equation, a block that runs, what came of it, and a source."""
+    catalogue = README.partition("\n## The mechanisms\n")[2].partition("\n## ")[0]
+    entries = catalogue.split("\n### ")[1:]
+    assert len(entries) >= 6
+    names = {"tokens": torch.arange(12)[None], "targets": torch.arange(1, 13)[None]}
+    for entry in entries:
+        title = entry.splitlines()[0]
+        (block,) = re.findall(r"```python\n(.*?)```", entry, re.S)
+        exec(compile(block, title, "exec"), names)
+        assert "\n    " in entry and re.search(r"^\*.*(arXiv|\d{4}\.\d{5}).*\*$", entry, re.M), title
+        for word in ("*Sinks*", "*Spikes*", "*Quantisation*"):
+            assert word in entry, (title, word)
+    assert torch.isfinite(names["loss"]) and names["null"].shape == names["out"].shape[:3]
+
+
+def test_every_picture_is_there_and_every_picture_is_shown():
+    shown = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", README)
+    assert sorted(shown) == sorted(f"data/pictures/{path.name}"
+                                   for path in (ROOT / "data" / "pictures").glob("*"))
+    for path in shown:
+        assert (ROOT / path).read_bytes().startswith(b"\x89PNG"), path
+
+
 def test_the_mechanism_that_readme_adds_trains_forgets_and_has_its_limit(tmp_path):
     """The block runs as printed: through train.py, evaluation and quantisation included; with the
     gate shut it is the standard residual, as it starts it is nearly that, and it is causal."""
