@@ -82,7 +82,8 @@ def test_the_catalogue_runs_as_printed():
         title = entry.splitlines()[0]
         (block,) = re.findall(r"```python\n(.*?)```", entry, re.S)
         exec(compile(block, title, "exec"), names)
-        assert "\n    " in entry and re.search(r"^\*.*(arXiv|\d{4}\.\d{5}).*\*$", entry, re.M), title
+        assert "\n    " in entry, title
+        assert re.search(r"^\*.*(arXiv|\d{4}\.\d{5}).*\*$", entry, re.M), title
         for word in ("*Sinks*", "*Spikes*", "*Quantisation*"):
             assert word in entry, (title, word)
     assert torch.isfinite(names["loss"]) and names["null"].shape == names["out"].shape[:3]
