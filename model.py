@@ -102,8 +102,9 @@ class Config:
     sparsity: float = 0.05        # weight of the commit penalty
 
     def __post_init__(self):
+        self.check_types()
         self.n_kv_head = self.n_kv_head or self.n_head
-        self.head_dim = self.head_dim or self.d_model // self.n_head
+        self.head_dim = self.head_dim or self.d_model // max(1, self.n_head)
         if self.ffn == "none":
             self.d_ff = 0
         elif not self.d_ff:
@@ -116,6 +117,15 @@ class Config:
     def n_sublayer(self) -> int:
         """L: attention and feed-forward sublayers together."""
         return self.n_layer * (1 if self.ffn == "none" else 2)
+
+    def check_types(self):
+        """A Config may come from a file that anything wrote."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type == "int" and (type(value) is not int or value < 0):
+                raise ValueError(f"{field.name}={value!r} must be a whole number, not negative")
+            if field.type == "float" and not (type(value) in (int, float) and math.isfinite(value)):
+                raise ValueError(f"{field.name}={value!r} must be a finite number")
 
     def validate(self):
         for field, allowed in (("norm", NORMS), ("ffn", FFNS), ("gate", GATES),
@@ -138,6 +148,15 @@ class Config:
                              f"not {self.residual}")
         if self.sparsity < 0:
             raise ValueError(f"sparsity={self.sparsity} must not be negative")
+        if self.rope_theta <= 0 or self.norm_eps < 0:
+            raise ValueError(f"rope_theta={self.rope_theta} must be positive and "
+                             f"norm_eps={self.norm_eps} not negative")
+        if not 0 < self.gate_init < 1:
+            raise ValueError(f"gate_init={self.gate_init} must lie between 0 and 1")
+        if self.gate == "bondarenko" and self.d_model != self.n_head * self.head_dim:
+            raise ValueError("the bondarenko gate reads one slice of the input for each head: "
+                             f"d_model={self.d_model} must be n_head x head_dim = "
+                             f"{self.n_head * self.head_dim}")
 
 
 # ---------------------------------------------------------------------------------------- parts
@@ -293,9 +312,6 @@ class OutputGate(nn.Module):
         shape = {"head": (H, 1), "single": (1, 1)}.get(config.gate.removesuffix("-static"), (H, D))
         self.shape = shape
         if self.kind == "bondarenko":
-            if d != H * D:
-                raise ValueError("the bondarenko gate reads one slice of the input for each head: "
-                                 f"d_model={d} must be n_head x head_dim = {H * D}")
             self.weight = nn.Parameter(torch.empty(H, D))
             self.bias = nn.Parameter(torch.empty(H))
         elif self.kind.endswith("-static"):
@@ -840,7 +856,8 @@ def load_checkpoint(path: str) -> dict:
     except Exception as error:
         raise CheckpointError(f"{path} is truncated or no checkpoint: {first_line(error)}") \
             from error
-    if not isinstance(payload, dict) or not {"config", "model"} <= payload.keys():
+    if not isinstance(payload, dict) or not all(
+            isinstance(payload.get(part), dict) for part in ("config", "model")):
         raise CheckpointError(f"{path} is no checkpoint of this project (no config and model)")
     return payload
 
@@ -956,7 +973,7 @@ def read_json(path: str) -> dict:
     try:
         with open(path, encoding="utf-8") as file:
             return dict(json.load(file))
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"cannot read {path}: {first_line(error)}") from None
 
 
@@ -997,12 +1014,22 @@ def find_tokenizer(folder: str) -> str | None:
 def hf_config(folder: str, **overrides) -> Config:
     """config.json -> Config. What we do not compute, and what is missing, is an error."""
     path = os.path.join(folder, "config.json")
+    try:
+        fields = hf_fields(path, overrides)
+    except CheckpointError:
+        raise
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path}: a value of the wrong type: {first_line(error)}") from None
+    return config_from(fields, **overrides)
+
+
+def hf_fields(path: str, overrides: dict) -> dict:
     found = {key: value for key, value in read_json(path).items() if value is not None}
     if found.get("model_type") not in HF_MODELS:
         raise CheckpointError(f"{path}: model_type {found.get('model_type')!r} is not one of "
                               f"{', '.join(HF_MODELS)}")
-    rope = {"rope_theta": found.get("rope_theta"), **(found.get("rope_scaling") or {}),
-            **(found.get("rope_parameters") or {})}         # the newer form
+    old, new = (dict(found.get(key, {})) for key in ("rope_scaling", "rope_parameters"))
+    rope = {"rope_theta": found.get("rope_theta"), **old, **new}
     kind = rope.get("rope_type", rope.get("type", "default"))
     wrong = [f"{key}={found[key]!r} (only {value!r})" for key, value in HF_FIXED.items()
              if found.get(key, value) != value]
@@ -1010,11 +1037,14 @@ def hf_config(folder: str, **overrides) -> Config:
         wrong.append("layer_types other than full_attention")
     if kind not in ("default", "llama3") or rope.get("partial_rotary_factor", 1) != 1:
         wrong.append(f"rope {kind!r} (only default and llama3, on whole heads)")
+    if any(old.get(key, value) != value for key, value in new.items()):
+        wrong.append("a rope_scaling and another rope_parameters")
     if wrong:
         raise CheckpointError(f"{path} asks for what this model does not compute: "
                               + "; ".join(wrong))
     missing = [key for key, ours in HF_CONFIG.items() if key not in found and ours not in overrides]
-    missing += [key for key in HF_SCALING if kind == "llama3" and rope.get(key) is None]
+    missing += [key for key in HF_SCALING
+                if kind == "llama3" and not isinstance(rope.get(key), (int, float))]
     if rope["rope_theta"] is None and "rope_theta" not in overrides:
         missing.append("rope_theta")        # a default would be wrong for every recent model
     if missing:
@@ -1023,7 +1053,7 @@ def hf_config(folder: str, **overrides) -> Config:
     fields |= {ours: found[key] for key, ours in (HF_CONFIG | HF_OPTIONAL).items() if key in found}
     if kind == "llama3":
         fields["rope_scaling"] = {key: rope[key] for key in HF_SCALING}
-    return config_from(fields, **overrides)
+    return fields
 
 
 def open_tensors(folder: str) -> dict:
@@ -1034,7 +1064,12 @@ def open_tensors(folder: str) -> dict:
         raise CheckpointError(f"{folder} needs safetensors: pip install safetensors") from None
     names, index = ["model.safetensors"], os.path.join(folder, "model.safetensors.index.json")
     if os.path.exists(index) and not os.path.exists(os.path.join(folder, names[0])):
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        shards = read_json(index).get("weight_map")
+        if not isinstance(shards, dict) or not all(
+                isinstance(name, str) and name == os.path.basename(name)
+                for name in shards.values()):
+            raise CheckpointError(f"{index}: its weight_map must name files of this folder")
+        names = sorted(set(shards.values()))
     where = {}
     for path in (os.path.join(folder, name) for name in names):
         try:

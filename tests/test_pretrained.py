@@ -221,6 +221,11 @@ def test_old_and_new_config_are_one_model(tmp_path):
     ({"use_sliding_window": True}, "use_sliding_window=True"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    ({"rope_scaling": {**LLAMA3_ROPE, "factor": 2.0}}, "a rope_scaling and another rope_parameters"),
+    ({"rope_parameters": {**LLAMA3_ROPE, "factor": "8"}}, "lacks factor"),
+    ({"rope_parameters": "llama3"}, "wrong type"),
+    ({"layer_types": 5}, "wrong type"),
+    ({"model_type": ["llama"]}, "wrong type"),
 ])
 def test_a_config_we_cannot_honour_is_an_error(tmp_path, change, match):
     """Above all a missing rope_theta, which is 10000 nowhere that matters."""
@@ -228,6 +233,31 @@ def test_a_config_we_cannot_honour_is_an_error(tmp_path, change, match):
     config = {key: value for key, value in (LLAMA | change).items() if value is not ...}
     (tmp_path / "config.json").write_text(json.dumps(config))
     refused(tmp_path, match)
+
+
+@pytest.mark.parametrize("change, match", [
+    ({"vocab_size": "96"}, "vocab_size='96' must be a whole number"),
+    ({"num_hidden_layers": 2.0}, "n_layer=2.0 must be a whole number"),
+    ({"num_attention_heads": 0, "head_dim": None}, "n_head=0 must be at least 1"),
+    ({"rms_norm_eps": "1e-6"}, "norm_eps='1e-6' must be a finite number"),
+    ({"rms_norm_eps": -1.0}, "norm_eps=-1.0 not negative"),
+    ({"rope_parameters": {**LLAMA3_ROPE, "rope_theta": 0}}, "rope_theta=0 must be positive"),
+])
+def test_a_config_of_impossible_values_is_an_error(tmp_path, change, match):
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, **change}))
+    with pytest.raises(ValueError, match=match):
+        hf_config(tmp_path)
+
+
+@pytest.mark.parametrize("shards", [
+    "model.safetensors", ["model.safetensors"], None, {"a": 1},
+    {"model.norm.weight": "../model-00001-of-00002.safetensors"},
+    {"model.norm.weight": "/tmp/model-00001-of-00002.safetensors"}])
+def test_an_index_names_files_of_its_own_folder(tmp_path, shards):
+    write(tmp_path)
+    os.remove(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    refused(tmp_path, "weight_map must name files of this folder")
 
 
 def test_an_override_supplies_what_the_config_lacks(tmp_path):
