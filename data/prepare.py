@@ -24,6 +24,7 @@ import argparse
 import ast
 import contextlib
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -171,9 +172,10 @@ def file_rows(path: Path, by_line: bool) -> Callable[[int], Iterable[dict]]:
         if path.suffix == ".parquet":
             found = parquet_rows(path)
         else:
-            lines = text_documents(path, 0.0)[0][1].splitlines(keepends=True)
+            # not str.splitlines, which cuts at U+2028 or U+0085 too: a JSON string may hold those
+            lines = io.StringIO(text_documents(path, 0.0)[0][1], newline="\n")
             found = (json_rows(path, lines) if path.suffix == ".jsonl" else
-                     ({"text": line} for line in (lines if by_line else ["".join(lines)])))
+                     ({"text": line} for line in (lines if by_line else [lines.read()])))
         return itertools.islice(found, skip, None)
     return rows
 
@@ -268,7 +270,7 @@ def write_splits(documents: Callable, tokenizer, paths: dict[str, Path], split_o
 def replace_text(path: Path, text: str) -> None:
     """Write a small file so that a reader, or a crash, sees the old one or the new one."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
+    temporary.write_text(text, encoding="utf-8")    # whatever the locale says
     os.replace(temporary, path)
 
 

@@ -477,6 +477,28 @@ def test_bad_rows_are_named(tmp_path, lines, message):
     assert [p.name for p in tmp_path.iterdir()] == ["d.jsonl"]
 
 
+@pytest.mark.parametrize("mark", ["\u2028", "\u2029", "\x85", "\x0c"])
+def test_a_line_ends_at_a_newline_and_nowhere_else(tmp_path, mark):
+    """Unicode knows more line ends than a file of lines does, and JSON strings may hold some."""
+    text = f"one{mark}two"
+    assert len(text.splitlines()) == 2
+    dumped = json.dumps({"text": text}, ensure_ascii=False)
+    (tmp_path / "d.jsonl").write_bytes(f"{dumped}\r\n{dumped}\n".encode())
+    (tmp_path / "d.raw").write_bytes(f" {text} \n".encode())
+    rows = {name: list(prepare.file_rows(tmp_path / name, by_line=True)(0))
+            for name in ("d.jsonl", "d.raw")}
+    assert rows == {"d.jsonl": [{"text": text}] * 2, "d.raw": [{"text": f" {text} \n"}]}
+    assert list(prepare.articles(rows["d.raw"])) == [f" {text} \n"]
+
+
+def test_what_is_written_is_utf_8_in_every_locale(tmp_path):
+    code = ("import sys; sys.path.insert(0, sys.argv[1]); from pathlib import Path; "
+            "from data import prepare; prepare.replace_text(Path(sys.argv[2]), chr(0xe9))")
+    subprocess.run([sys.executable, "-X", "utf8=0", "-c", code, str(ROOT), str(tmp_path / "t")],
+                   check=True, env=os.environ | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"})
+    assert (tmp_path / "t").read_bytes() == "é".encode()
+
+
 def test_parquet_rows(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     import pyarrow.parquet
