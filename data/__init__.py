@@ -43,6 +43,17 @@ class DataError(ValueError):
     """Bad data or a bad request, told in one line that says what to do."""
 
 
+def read_object(path: Path) -> dict:
+    """A small JSON file that is one object. DataError names a file that is not."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):    # RecursionError: thousands of open brackets
+        found = None
+    if not isinstance(found, dict):
+        raise DataError(f"{path} is not a JSON object: mend it or delete it")
+    return found
+
+
 # ---------------------------------------------------------------------------------------------
 # Tokenizers: .name .vocab_size .eot .bos .encode .decode .token_bytes
 
@@ -153,12 +164,14 @@ class HfTokenizer:
         self.tk.no_padding()
         self.tk.encode_special_tokens = True        # '<s>' in a text is text
         self.name = "hf:" + hashlib.sha256(text).hexdigest()[:16]
-        self.vocab_size = max(self.tk.get_vocab().values()) + 1
+        self.vocab_size = max(self.tk.get_vocab().values(), default=-1) + 1
         added = self.tk.get_added_tokens_decoder()
         self.specials = {i: t.content for i, t in added.items() if t.special}
         config = path.with_name("tokenizer_config.json")
-        wish = json.loads(config.read_text()).get("bos_token") if config.exists() else None
+        wish = read_object(config).get("bos_token") if config.exists() else None
         wish = wish.get("content") if isinstance(wish, dict) else wish
+        if not isinstance(wish, str | None):
+            raise DataError(f"{config}: its bos_token is not the name of a token")
         ids = {content: i for i, content in self.specials.items()}
         self.eot = next((ids[c] for c in self.EOTS if c in ids), None)
         self.bos = next((ids[c] for c in (wish, *self.BOSES) if c in ids), self.eot)

@@ -43,7 +43,8 @@ if __package__ in (None, ""):       # run as a script: the package is one folder
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from data import (BytesTokenizer, DataError, Gpt2Tokenizer, HfTokenizer, Sequential, TokenFile,
-                  TokenWriter, Windows, generator, get_tokenizer, token_dtype, write_tokens)
+                  TokenWriter, Windows, generator, get_tokenizer, read_object, token_dtype,
+                  write_tokens)
 
 __all__ = ["BytesTokenizer", "DataError", "Gpt2Tokenizer", "HfTokenizer", "Sequential", "TokenFile",
            "TokenWriter", "Windows", "generator", "get_tokenizer", "load", "token_dtype",
@@ -110,11 +111,20 @@ def row_text(row: dict) -> str:
     if not isinstance(text, str):
         raise DataError(f"a row has no field 'text', only {', '.join(map(str, row))[:80]}")
     if text.startswith(("b'", 'b"')):           # some Wiki40B exports hold the repr of bytes
-        text = ast.literal_eval(text).decode("utf-8", "replace")
+        text = unquoted(text)
     if "_START_" in text:                       # Wiki40B marks its structure with words
         text = re.sub(r"\n_START_(ARTICLE|SECTION|PARAGRAPH)_\n", "\n\n", text).strip()
         text = text.replace("_NEWLINE_", "\n")
     return text
+
+
+def unquoted(text: str) -> str:
+    """The text behind the repr of bytes; "b'cause it is so" only begins like one and stays."""
+    try:
+        value = ast.literal_eval(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):      # all that it may raise
+        return text
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else text
 
 
 def whole(rows: Iterable[dict]) -> Iterator[str]:
@@ -181,15 +191,19 @@ def file_rows(path: Path, by_line: bool) -> Callable[[int], Iterable[dict]]:
 
 
 def json_rows(path: Path, lines: Iterable[str]) -> Iterator[dict]:
-    """Lines of JSON objects -> rows. DataError names a line that is none."""
+    """Lines of JSON objects -> rows. DataError names a line that is none, or whose text has no
+    UTF-8: JSON may escape one half of a surrogate pair, which is no character."""
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
                 row = json.loads(line)
-            except ValueError:
+                escaped = json.dumps(row, ensure_ascii=False) if "\\u" in line else ""
+            except (ValueError, RecursionError):    # RecursionError: thousands of open brackets
                 row = None
             if not isinstance(row, dict):
                 raise DataError(f"{path}, line {number}: not a JSON object")
+            if re.search("[\ud800-\udfff]", escaped):
+                raise DataError(f"{path}, line {number}: half of a surrogate pair is no text")
             yield row
 
 
@@ -202,7 +216,7 @@ def parquet_rows(path: Path) -> Iterator[dict]:
     try:
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
             yield from batch.to_pylist()
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise DataError(f"{path} is not a readable parquet file: {error}") from None
 
 
@@ -235,8 +249,8 @@ def write_splits(documents: Callable, tokenizer, paths: dict[str, Path], split_o
     settings = dict(source=source, tokenizer=tokenizer.name, splits=list(paths))
     state = dict(settings=settings, documents=0, counts={split: {} for split in paths})
     if resumable and note.exists():
-        state = json.loads(note.read_text())
-        if state["settings"] != settings:
+        state = read_object(note)
+        if state.get("settings") != settings:
             raise DataError(f"{note} belongs to another preparation: finish that one or delete it")
     with contextlib.ExitStack() as stack:
         writers = {split: stack.enter_context(TokenWriter(

@@ -264,6 +264,24 @@ def test_bos_comes_from_the_tokenizer_config(hf_folder):
     assert tok.specials[tok.bos] == "<s>" and tok.specials[tok.eot] == "<|end_of_text|>"
 
 
+@pytest.mark.parametrize("content", [b"[]", b'{"bos_token": ', b"\xff\xfe", b"[" * 100_000,
+                                     b'{"bos_token": ["<s>"]}'])
+def test_a_bad_tokenizer_config_is_named(hf_folder, content):
+    (hf_folder / "tokenizer_config.json").write_bytes(content)
+    data.get_tokenizer.cache_clear()
+    with pytest.raises(DataError, match=r"tokenizer_config\.json\b") as error:
+        get_tokenizer(str(hf_folder / "tokenizer.json"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_tokenizer_without_a_vocabulary_is_named(tmp_path):
+    pytest.importorskip("tokenizers")
+    empty = {"model": {"type": "BPE", "vocab": {}, "merges": []}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(empty))
+    with pytest.raises(DataError, match="tokenizer.json has no end-of-text token"):
+        get_tokenizer(str(tmp_path / "tokenizer.json"))
+
+
 # ------------------------------------------------------------------------------ windows
 
 STREAM = np.array([99, 1, 2, 3, 99, 4, 5, 6, 7, 99])        # eot d1 eot d2 eot; eot 99, bos 98
@@ -469,7 +487,9 @@ def test_bad_text_files(tmp_path, content, message):
 
 @pytest.mark.parametrize("lines, message", [
     ('{"text": "a"}\n\n{"text": \n', "line 3: not a JSON object"), ("[1]\n", "line 1: not a JSON"),
-    ('{"title": "a"}\n', "no field 'text', only title"), ('{"text": 3}\n', "no field 'text'")])
+    ('{"title": "a"}\n', "no field 'text', only title"), ('{"text": 3}\n', "no field 'text'"),
+    ("[" * 100_000 + "\n", "d.jsonl, line 1: not a JSON"),
+    ('{"text": "' + r"\ud83d\ude42 \ud83d" + '"}\n', "d.jsonl, line 1: half of a surrogate pair")])
 def test_bad_rows_are_named(tmp_path, lines, message):
     (tmp_path / "d.jsonl").write_text(lines)
     with pytest.raises(DataError, match=message):
@@ -507,8 +527,11 @@ def test_parquet_rows(tmp_path):
     found = [load(tmp_path / "d.parquet", s, folder=tmp_path) for s in ("train", "val")]
     assert sum((f.tokens == 256).sum() - 1 for f in found) == 200
     (tmp_path / "e.parquet").write_text("not parquet")
-    with pytest.raises(DataError, match="not a readable parquet"):
-        load(tmp_path / "e.parquet", folder=tmp_path)
+    latin = pyarrow.Array.from_buffers(pyarrow.string(), 1, pyarrow.array([b"\xe9"]).buffers())
+    pyarrow.parquet.write_table(pyarrow.table({"text": latin}), tmp_path / "f.parquet")
+    for name in ("e.parquet", "f.parquet"):
+        with pytest.raises(DataError, match=f"{name} is not a readable parquet"):
+            load(tmp_path / name, folder=tmp_path)
 
 
 def test_jsonl_documents_are_split_by_hash_so_duplicates_stay_together(tmp_path):
@@ -544,6 +567,8 @@ def test_rows_become_text():
     wiki = "\n_START_ARTICLE_\nTitle\n_START_PARAGRAPH_\nOne._NEWLINE_Two."
     assert prepare.row_text({"text": wiki}) == "Title\n\nOne.\nTwo."
     assert prepare.row_text({"text": repr("日".encode())}) == "日"
+    for text in ("b'cause it is so", "b'a', 'b'", "b'é'", 'b"'):       # not the repr of bytes
+        assert prepare.row_text({"text": text}) == text
     rows = [{"text": t} for t in ("\n", " = A = \n", " x \n", " = = S = = \n", " = B = \n", " y")]
     assert list(prepare.articles(rows)) == ["\n = A = \n x \n = = S = = \n", " = B = \n y\n"]
     assert list(prepare.bundles([{"text": f"s{i}\n"} for i in range(5)], 2)) == [
@@ -626,6 +651,11 @@ def test_another_preparation_is_not_mixed_in(tmp_path):
     with pytest.raises(DataError, match="belongs to another preparation"):
         prepare.write_splits(stream, get_tokenizer("bytes"), paths, prepare.by_hash(0.1),
                              source="other", resumable=True)
+    note = tmp_path / "f-train.bin.progress.json"
+    for content in ("", "[]"):              # what a power cut may leave of it
+        note.write_text(content)
+        with pytest.raises(DataError, match=f"{note.name} is not a JSON object"):
+            streamed(tmp_path, stream)
 
 
 def test_fineweb_streams_through_the_hub_and_resumes(tmp_path, monkeypatch, capsys):
