@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import dataclasses
 import hashlib
 import io
 import itertools
@@ -361,7 +362,7 @@ def load(name_or_path, split: str = "train", *, tokenizer: str | None = None, fo
         path = token_path(place, stem, tok, split)
         if path.exists():
             try:
-                return TokenFile.open(path)
+                return opened(path, tok)
             except DataError:
                 if not at_hand:
                     raise
@@ -370,7 +371,13 @@ def load(name_or_path, split: str = "train", *, tokenizer: str | None = None, fo
         command += f" --tokenizer {tokenizer}" if tok.name != "bytes" else ""
         raise DataError(f"{name} ({split}, {tok.name}) is not prepared on this machine: {command}")
     paths = build_local(name, tok, Path(folder) if folder else writable_folder())
-    return TokenFile.open(paths[split])
+    return opened(paths[split], tok)
+
+
+def opened(path: Path, tokenizer) -> TokenFile:
+    """A token file with the BOS of the tokenizer in use: tokenizer_config.json may have named
+    another since it was built. The ids hold only EOTs, which tokenizer.json alone decides."""
+    return dataclasses.replace(TokenFile.open(path), bos=tokenizer.bos)
 
 
 def mixed(files: list[TokenFile], folder) -> TokenFile:
@@ -388,7 +395,7 @@ def mixed(files: list[TokenFile], folder) -> TokenFile:
                      vocab_size=first.vocab_size, tokenizer=first.tokenizer, eot=first.eot,
                      bos=first.bos, split=first.split, source=" + ".join(f.source for f in files),
                      **total)
-    return TokenFile.open(path)
+    return opened(path, first)
 
 
 def open_source(name_or_path, split: str = "train", *, tokenizer: str | None = None):
@@ -410,15 +417,15 @@ def open_source(name_or_path, split: str = "train", *, tokenizer: str | None = N
 
 
 def _open_split(path: Path, split: str, tokenizer: str | None) -> TokenFile:
-    file = TokenFile.open(path)
-    if tokenizer and get_tokenizer(tokenizer).name != file.tokenizer:
+    file, tok = TokenFile.open(path), get_tokenizer(tokenizer) if tokenizer else None
+    if tok and tok.name != file.tokenizer:
         raise DataError(f"{path} was made with the tokenizer {file.tokenizer}, not {tokenizer}")
     if file.split == split:
-        return file
+        return opened(path, tok or file)
     sibling = path.with_name(path.name.replace(f"-{file.split}.bin", f"-{split}.bin"))
     if sibling == path or not sibling.exists():
         raise DataError(f"{path} holds the split {file.split}, and no {split} file lies beside it")
-    return TokenFile.open(sibling)
+    return opened(sibling, tok or file)
 
 
 # ---------------------------------------------------------------------------------------------

@@ -264,6 +264,27 @@ def test_bos_comes_from_the_tokenizer_config(hf_folder):
     assert tok.specials[tok.bos] == "<s>" and tok.specials[tok.eot] == "<|end_of_text|>"
 
 
+def test_bos_is_the_current_tokenizers_whoever_built_the_file(hf_folder):
+    """The token file's name and ids follow tokenizer.json alone; BOS is in none of its ids."""
+    for name in ("t.txt", "u.txt"):
+        (hf_folder / name).write_text(f"the cat and the other cat of {name}\n" * 50)
+    given = [hf_folder / "t.txt", f"{hf_folder / 't.txt'}+{hf_folder / 'u.txt'}"]
+    paths = set()
+    for bos in ("<s>", "<|begin_of_text|>"):
+        (hf_folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": bos}))
+        data.get_tokenizer.cache_clear()
+        tok = get_tokenizer(str(hf_folder))
+        files = [load(name, tokenizer=str(hf_folder), folder=hf_folder) for name in given]
+        files += [load(file.path, split, tokenizer=str(hf_folder))
+                  for file in files[:1] for split in ("train", "val")]
+        assert [tok.specials[file.bos] for file in files] == [bos] * 4
+        assert all((file.tokens == tok.eot).any() for file in files)
+        paths |= {file.path for file in files}
+    assert len(paths) == 3                      # nothing was built twice
+    x, _ = files[0].windows(8, 2, bos_policy="window").batch(0)
+    assert (x[:, 0] == tok.bos).all()
+
+
 @pytest.mark.parametrize("content", [b"[]", b'{"bos_token": ', b"\xff\xfe", b"[" * 100_000,
                                      b'{"bos_token": ["<s>"]}'])
 def test_a_bad_tokenizer_config_is_named(hf_folder, content):
