@@ -64,6 +64,11 @@ class EvalError(ValueError):
     """A request that cannot be measured, in one line."""
 
 
+# what ends a measurement with one line: ValueError has CheckpointError, DataError and EvalError,
+# the others are of files and of models whose numbers are not finite
+FAILURES = ValueError, OSError, ArithmeticError, torch.linalg.LinAlgError
+
+
 # ------------------------------------------------------------------------------------- formulas
 
 def sequence_kurtosis(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
@@ -924,6 +929,8 @@ def measure_stream(model, tokens, specs, *, n_tokens: int | None = None, n_strea
     with evaluating(model):
         for window, keep in tqdm(specs, "stream", disable=None if progress else True, leave=False):
             nll = stream_nll(model, x, y, window, keep, chunk or max(1, window // 16)).mean(0)
+            if not nll.isfinite().all():
+                raise EvalError("the loss of the stream is not finite")
             size = max(1, window // 4)
             found[f"{window}:{keep}"] = {
                 "loss": nll[window:].mean().item(), "loss_before": nll[:window].mean().item(),
@@ -2330,6 +2337,19 @@ def report_run(path: str, model=None, *, data: str | None = None, bos: str | Non
     return metrics
 
 
+@contextlib.contextmanager
+def widened(model, context: int):
+    """Rotary positions reach as far as the pretrained model's, however short the windows that it
+    was fine-tuned on: a prompt with eight examples is longer than those."""
+    config, block = model.config, model.config.block_size
+    if config.pos == "rope" and config.gate != "position":
+        config.block_size = max(block, context)
+    try:
+        yield
+    finally:
+        config.block_size = block
+
+
 def report_gsm8k(model, run: dict, folder: str, source: str, *, limit: int | None = None,
                  download: bool = False, label: str = "", **options) -> dict:
     """Pass@1 on GSM8K: print it, leave every answer in FOLDER/gsm8k.jsonl -> for metrics.json.
@@ -2341,7 +2361,7 @@ def report_gsm8k(model, run: dict, folder: str, source: str, *, limit: int | Non
     path = os.path.join(folder, f"gsm8k{'-' if label else ''}{label}.jsonl")
     tokenizer = get_tokenizer(run.get("tokenizer") or "bytes")
     bos = (run.get("bos") or "none") != "none"
-    with evaluating(unwrap(model)):
+    with evaluating(unwrap(model)), widened(unwrap(model), run.get("context", 0)):
         records = gsm8k.answer(unwrap(model), tokenizer, problems, bos=bos, label=label, path=path,
                                progress=True, **options)
     result = gsm8k.score(records) | {"protocol": {"data": os.path.basename(source), "bos": bos,
@@ -2376,12 +2396,11 @@ def gsm8k_options(args) -> dict:
                 max_new_tokens=args.max_new_tokens, batch_size=args.batch_size)
 
 
-def report_stream(model, run: dict, folder: str, specs: list[str], *, data=None, bos=None,
+def report_stream(model, run: dict, folder: str, specs: list[tuple], *, data=None, bos=None,
                   draw: bool = True, **options) -> dict:
     """Loss with a sliding cache: print it, draw figures/stream.png -> for metrics.json."""
     options["bos_policy"] = bos or run.get("bos") or "none"
-    found = measure_stream(model, text_of(run, data), [parse_stream(spec) for spec in specs],
-                           progress=True, **options)
+    found = measure_stream(model, text_of(run, data), specs, progress=True, **options)
     rows = [[*key.split(":"), f"{entry['loss_before']:.4f}", f"{entry['loss']:.4f}"]
             for key, entry in found.items() if ":" in key]
     print(markdown(["window", "kept", "loss before it is full", "after"], rows))
@@ -2412,19 +2431,42 @@ def report_anatomy(model, run: dict, folder: str, name: str, *, data: str | None
 def measure_apart(path: str, name: str, args, out: str | None):
     """The measurements that replace the usual ones when their flag is given."""
     model, run, folder = open_run(path, args.device, args.download)
-    folder, found = out or folder, {}
-    if args.gsm8k:
-        found["gsm8k"] = report_gsm8k(model, run, folder, args.gsm8k, **gsm8k_options(args))
+    folder, asked = out or folder, {}
+    shared = dict(data=args.data, bos=args.bos, draw=not args.no_figures)
     if args.stream:
-        found["stream"] = report_stream(model, run, folder, args.stream, data=args.data,
-                                        bos=args.bos, draw=not args.no_figures,
-                                        n_tokens=args.stream_tokens, n_streams=args.batch_size)
+        specs = [parse_stream(spec) for spec in args.stream]
+        asked["stream"] = lambda: report_stream(
+            model, run, folder, specs, n_tokens=args.stream_tokens, n_streams=args.batch_size,
+            **shared)
     if args.anatomy:
-        found["anatomy"] = report_anatomy(
-            model, run, folder, name, data=args.data, bos=args.bos, draw=not args.no_figures,
-            T=args.T, n_sequences=8 if args.n_sequences is None else args.n_sequences,
-            batch_size=args.batch_size, epsilon=args.eps)
-    print(f"metrics  {save_metrics(folder, found)}")
+        asked["anatomy"] = lambda: report_anatomy(
+            model, run, folder, name, T=args.T, batch_size=args.batch_size, epsilon=args.eps,
+            n_sequences=8 if args.n_sequences is None else args.n_sequences, **shared)
+    if args.gsm8k:
+        options = gsm8k_options(args)
+        asked["gsm8k"] = lambda: report_gsm8k(model, run, folder, args.gsm8k, **options)
+    for key, measure in asked.items():      # saved one by one: a later one may fail
+        print(f"metrics  {save_metrics(folder, {key: measure()})}")
+
+
+def places(args) -> list[tuple[str, str, str | None]]:
+    """(path, a name that no other has, folder for its results or None: its own) of args.paths."""
+    folders = [os.path.dirname(path) if os.path.isfile(path) else path
+               for path in map(os.path.abspath, args.paths)]
+    if len(set(folders)) < len(folders):
+        raise EvalError("the same run is given twice")
+    parts = 1
+    while len({tuple(folder.split(os.sep)[-parts:]) for folder in folders}) < len(folders):
+        parts += 1                          # a/m and b/m
+    found = []
+    for path, folder in zip(args.paths, folders):
+        name, out = "-".join(folder.split(os.sep)[-parts:]).strip("-"), args.out
+        if out and len(folders) > 1:
+            out = os.path.join(out, name)
+        elif parts > 1 and find_pretrained(path, args.download):
+            out = os.path.join("runs", name)            # else both would be runs/m
+        found.append((path, name, out))
+    return found
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -2468,15 +2510,11 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
-    names = [os.path.basename(os.path.dirname(os.path.abspath(path)) if os.path.isfile(path)
-                              else os.path.abspath(path)) for path in args.paths]
-    names = names if len(set(names)) == len(names) else args.paths
     several, runs = len(args.paths) > 1, []
     try:
         if not 0 < args.eps < 1:
             raise EvalError(f"--eps {args.eps:g} must lie between 0 and 1")
-        for path, name in zip(args.paths, names):
-            out = os.path.join(args.out, name) if args.out and several else args.out
+        for path, name, out in places(args):
             if args.gsm8k or args.stream or args.anatomy:
                 measure_apart(path, name, args, out)
                 continue
@@ -2489,9 +2527,12 @@ def main(argv: list[str] | None = None) -> int:
             place = args.out or os.path.dirname(os.path.abspath(results_folder(args.paths[0])))
             table, _, figure = compare(runs, out_dir=place)
             print(f"\n{table}\ncomparison  {figure} (and .md, .csv)")
-    except (ValueError, OSError) as error:       # CheckpointError, DataError, EvalError among them
+    except FAILURES as error:
         print(f"eval.py: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("eval.py: stopped; what was measured before is kept", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -659,6 +659,8 @@ def measure(model, tokens, schemes=SCHEMES, calibration=None, *, worst: int = 5,
     model = evaluation.unwrap(model)
     windows = evaluation.open_windows(model, tokens, **options)
     truth, results = loss_of(model, windows), {}
+    if not math.isfinite(truth):
+        raise QuantError(f"the loss in floating point is {truth}: there is nothing to compare with")
     for name in tqdm(schemes, "quantize", disable=None if progress else True, leave=False):
         scheme = parse(name, head=head, embed=embed, ranges=ranges, smooth=smooth)
         twin = quantize(model, scheme, calibration)
@@ -993,18 +995,19 @@ def main(argv: list[str] | None = None) -> int:
         if args.batches < 1:
             raise QuantError(f"--batches {args.batches} must be at least 1")
         problems = args.gsm8k and {"source": args.gsm8k, **evaluation.gsm8k_options(args)}
-        for path in args.paths:
-            out = args.out and (args.out if len(args.paths) == 1 else
-                                os.path.join(args.out, os.path.basename(os.path.normpath(path))))
+        for path, _, out in evaluation.places(args):
             report_run(path, schemes=args.scheme, data=args.data, bos=args.bos, out=out,
                        device=args.device, draw=not args.no_figures, attribution=args.attribute,
                        sweep=args.sweep, integers=args.int8, batches=args.batches, head=args.head,
                        embed=args.embed, ranges=args.ranges, smooth=args.smooth, T=args.T,
                        n_sequences=args.n_sequences, batch_size=args.batch_size,
                        download=args.download, problems=problems)
-    except (ValueError, OSError) as error:      # QuantError, CheckpointError, DataError, EvalError
+    except evaluation.FAILURES as error:
         print(f"quantize.py: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("quantize.py: stopped", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -250,6 +250,9 @@ def resolve(args) -> tuple[Recipe, dict]:
             raise UsageError(f"--sparsity is the ledger's penalty, and {recipe.arch} has no ledger")
         shape["sparsity"] = number(args.sparsity)
     check_recipe(recipe)
+    if recipe.loss_min >= shape["block_size"]:
+        raise UsageError(f"--loss-min {recipe.loss_min} leaves nothing of a context of "
+                         f"{shape['block_size']}")
     return recipe, shape
 
 
@@ -321,16 +324,27 @@ def check_recipe(r: Recipe):
     for name in ("steps", "batch_size", "eval_every"):
         if getattr(r, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1")
+    for name in ("seed", "micro_batch", "eval_sequences", "probe_every", "probe_sequences",
+                 "loss_min"):
+        if getattr(r, name) < 0:
+            raise UsageError(f"--{name.replace('_', '-')} must not be negative")
     if r.micro_batch and r.batch_size % r.micro_batch:
         raise UsageError(f"--batch-size {r.batch_size} is no multiple of --micro-batch "
                          f"{r.micro_batch}")
-    if r.lr <= 0 or r.clip <= 0 or r.weight_decay < 0 or not 0 <= r.min_lr <= 1:
+    if not (0 < r.lr < math.inf and r.clip > 0 and r.weight_decay >= 0 and 0 <= r.min_lr <= 1):
         raise UsageError("--lr and --clip must be positive, --weight-decay at least 0, --min-lr in "
                          "[0, 1]")
     if not 0 <= r.null_warmup < r.steps:
         raise UsageError(f"--null-warmup {r.null_warmup} must end before --steps {r.steps}")
     if r.loss_max and r.loss_max <= r.loss_min:
         raise UsageError(f"--loss-max {r.loss_max} must exceed --loss-min {r.loss_min}")
+
+
+def check_vocabulary(r: Recipe, source, rows: int):
+    """source: of ids below source.vocab_size, for a model with `rows` embeddings."""
+    if source.vocab_size > rows:
+        raise UsageError(f"{r.data} has a vocabulary of {source.vocab_size}, {r.init_from} one of "
+                         f"{rows}")
 
 
 # ---------------------------------------------------------------------------------- the machine
@@ -381,11 +395,13 @@ def optimizer_for(model: Transformer, recipe: Recipe, device: torch.device):
 @torch.no_grad()
 def relative_gap(plain: Transformer, model: Transformer, tokens) -> float:
     """max |delta logit| / max |logit| of two models on tokens (B, T), a row at a time."""
-    apart = largest = 0.0
+    sizes = []
     for row in tokens[:, None].to(model.embed.weight.device):                       # (1, T)
         truth, logits = plain(row)[0], model(row)[0]                                # (1, T, V)
-        apart = max(apart, (logits - truth).abs().max().item())
-        largest = max(largest, truth.abs().max().item())
+        sizes.append([(logits - truth).abs().max().item(), truth.abs().max().item()])
+    apart, largest = torch.tensor(sizes).amax(0).tolist()       # a NaN stays one, unlike in max()
+    if not (math.isfinite(apart) and largest > 0):
+        raise UsageError("the converted model's logits, or the pretrained one's, are not finite")
     return apart / largest
 
 
@@ -407,13 +423,8 @@ class Trainer:
             open_source(recipe.data, split, tokenizer=recipe.tokenizer)
             for split in ("train", "val"))
         vocab = shape["vocab_size"] if recipe.init_from else self.source.vocab_size
-        if self.source.vocab_size > vocab:
-            raise UsageError(f"{recipe.data} has a vocabulary of {self.source.vocab_size}, "
-                             f"{recipe.init_from} one of {vocab}")
-        try:
-            self.config = Config(**{**shape, "vocab_size": vocab})
-        except ValueError as error:
-            raise UsageError(str(error)) from None
+        check_vocabulary(recipe, self.source, vocab)
+        self.config = Config(**{**shape, "vocab_size": vocab})
         share = recipe.micro_batch * machine.world or recipe.batch_size
         if recipe.batch_size % share or share % machine.world:
             raise UsageError(f"--batch-size {recipe.batch_size} does not divide into "
@@ -431,6 +442,7 @@ class Trainer:
         self.optimizer = optimizer_for(self.model, recipe, machine.device)
         self.begin, self.data_sha256, self.wrapped = 0, self.source.sha256, None
         self.logit_gap = None       # of a conversion: see `measure_gap`
+        self.context = block        # longest that the weights know: of pretrained ones, theirs
 
     def first_model(self) -> Transformer:
         """The model before its first step: fresh, or converted from pretrained weights. A resumed
@@ -563,7 +575,7 @@ class Trainer:
         return {**dataclasses.asdict(self.recipe), "data_sha256": self.data_sha256,
                 "torch": str(torch.__version__), "device": str(self.machine.device),
                 "arithmetic": str(self.machine.dtype).removeprefix("torch."),
-                "logit_gap": self.logit_gap, "git": git_revision()}
+                "logit_gap": self.logit_gap, "context": self.context, "git": git_revision()}
 
     def save(self, steps_done: int):
         save_checkpoint(os.path.join(self.out, "checkpoint.pt"), {
@@ -584,6 +596,7 @@ class Trainer:
         load_weights(self.model, payload["model"], self.out)
         self.optimizer.load_state_dict(payload["optimizer"])
         self.logit_gap = payload["run"].get("logit_gap")
+        self.context = payload["run"].get("context", self.context)
         self.begin = payload["steps_done"]
 
     def write_config(self):
@@ -593,11 +606,12 @@ class Trainer:
 
 
 class Log:
-    """log.jsonl, a line at a time. On resume, lines from beyond the checkpoint are dropped."""
+    """log.jsonl, a line at a time. Lines from beyond the checkpoint are dropped on resume, and all
+    of a run that died before its first."""
 
     def __init__(self, out: str, begin: int):
         self.path = os.path.join(out, "log.jsonl")
-        kept = [row for row in read_log(out) if row["step"] < begin]
+        kept = [row for row in read_log(out) if begin and row["step"] < begin]
         evaluation.write_text(self.path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def write(self, row: dict):
@@ -667,6 +681,8 @@ def train(args) -> int:
         trainer.restore(payload)
     elif recipe.init_from and machine.main:
         trainer.logit_gap = trainer.measure_gap()
+        source, run = source_of(recipe.init_from, args.download)
+        trainer.context = run.get("context", source["block_size"])
     if machine.main:
         os.makedirs(out, exist_ok=True)
         trainer.write_config()
@@ -709,10 +725,19 @@ def print_starts(args) -> int:
     source, _ = source_of(args.init_from, args.download)
     if not is_plain(source):
         raise UsageError(f"{args.init_from} has a mechanism already: there is nothing to convert")
-    plain, ours, rows = load_model(args.init_from)[0], {}, []
-    tokens = open_source(recipe.data, "val", tokenizer=recipe.tokenizer).windows(
+    plain, ours, rows, reasons = load_model(args.init_from)[0], {}, [], []
+    text = open_source(recipe.data, "val", tokenizer=recipe.tokenizer)
+    check_vocabulary(recipe, text, source["vocab_size"])
+    tokens = text.windows(
         min(256, source["block_size"]), 2, bos_policy=recipe.bos).batch(0)[0]       # (2, T)
     for label, (arch, fields) in tqdm(STARTS.items(), "starts", disable=None, leave=False):
+        try:
+            Config(**{**source, **CONVERSION, **PRESETS[arch]})
+        except ValueError as error:
+            rows.append([label, arch, "impossible", "impossible"])
+            reasons.append(f"\n{arch}: {error}")
+            continue
+
         def gap(**changed):
             return relative_gap(plain, load_model(
                 args.init_from, **{**CONVERSION, **PRESETS[arch], **changed})[0], tokens)
@@ -724,7 +749,8 @@ def print_starts(args) -> int:
         rows.append([label, arch, f"{ours[kind] if same else gap(**fields):.1e}", near])
     print(f"max |delta logit| / max |logit| of {args.init_from}, {tokens.shape[0]} x "
           f"{tokens.shape[1]} tokens of {recipe.data}\n")
-    print(evaluation.markdown(["published start", "--arch", "of it", "of --init-from"], rows))
+    print(evaluation.markdown(["published start", "--arch", "of it", "of --init-from"], rows),
+          *reasons)
     return 0
 
 
@@ -732,12 +758,12 @@ def plan(args):
     """Recipe, Config fields, folder and, when resuming, the checkpoint."""
     if not args.resume:
         recipe, shape = resolve(args)
-        return recipe, shape, args.out or fresh_folder(recipe), None
+        return recipe, shape, unused(args.out) if args.out else fresh_folder(recipe), None
     if args.recipe:
         raise UsageError("--recipe does not go with --resume: the run has its own")
     out = args.out or newest_folder(resolve(args)[0])
     payload = load_checkpoint(out)
-    if "run" not in payload or "optimizer" not in payload:
+    if not {"run", "optimizer", "steps_done"} <= payload.keys():
         raise CheckpointError(f"{out} cannot be resumed: it holds no optimiser state")
     names = {f.name for f in dataclasses.fields(Recipe)}
     recipe = Recipe(**{k: v for k, v in payload["run"].items() if k in names})
@@ -757,6 +783,15 @@ def plan(args):
 def stem(recipe: Recipe) -> str:
     data = os.path.splitext(os.path.basename(recipe.data))[0]
     return os.path.join("runs", f"{recipe.arch}-{recipe.size}-{data}-s{recipe.seed}")
+
+
+def unused(out: str) -> str:
+    """A folder that was named: neither a run nor pretrained weights are ever written over."""
+    if os.path.exists(os.path.join(out, "checkpoint.pt")):
+        raise UsageError(f"{out} holds a run: --resume continues it, another --out leaves it alone")
+    if find_pretrained(out):
+        raise UsageError(f"--out {out} holds pretrained weights: choose another folder")
+    return out
 
 
 def fresh_folder(recipe: Recipe) -> str:
@@ -1086,6 +1121,7 @@ def run_study(args) -> int:
     shared = passed_on(args)
     if study.probes and args.probe_every is None:
         shared += ["--probe-every", str(max(1, resolve(args)[0].steps // study.probes))]
+    arms = possible(arms, shared)
     todo = []
     for seed in range(args.seeds):
         for arm, flags in arms.items():
@@ -1108,6 +1144,22 @@ def run_study(args) -> int:
     report_study(study, arms, args.seeds, out)
     print(*draw_growth(folders, out))
     return 0
+
+
+def possible(arms: dict, shared: list[str]) -> dict:
+    """The arms that a Config allows; of the others, one line says why. All refused is an error."""
+    fit, reasons = {}, {}
+    for arm, flags in arms.items():
+        try:
+            Config(**resolve(build_parser().parse_args([*shared, *flags]))[1])
+            fit[arm] = flags
+        except ValueError as error:
+            reasons[arm] = error
+    if not fit:
+        raise UsageError(f"no arm is possible: {next(iter(reasons.values()))}")
+    for arm, reason in reasons.items():
+        print(f"{arm} is left out: {reason}")
+    return fit
 
 
 def measure_quantized(folder: str, schemes: list[str]):
@@ -1242,6 +1294,7 @@ def run_all(todo, out: str, jobs: int) -> list[str]:
     threads = str(share_of_cores(jobs))
     queue, running, failed = list(todo), {}, []
     bar = tqdm(total=len(todo), unit="run", disable=None)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)      # as Ctrl-C
     try:
         while queue or running:
             while queue and len(running) < jobs:
@@ -1258,7 +1311,9 @@ def run_all(todo, out: str, jobs: int) -> list[str]:
     finally:
         for process, _ in running.values():
             process.terminate()             # SIGTERM: the run saves itself and can be resumed
+        for process, _ in running.values():
             process.wait()
+        signal.signal(signal.SIGTERM, before)
     return failed
 
 
@@ -1269,6 +1324,7 @@ def launch(name: str, command: list[str], out: str, threads: str):
     resume = ["--resume"] * os.path.exists(os.path.join(folder, "checkpoint.pt"))
     process = subprocess.Popen([sys.executable, os.path.abspath(__file__), *command, *resume],
                                stdout=log, stderr=subprocess.STDOUT,
+                               start_new_session=True,      # the terminal's Ctrl-C is ours to pass
                                env={**os.environ, "OMP_NUM_THREADS": threads})
     return process, log
 
@@ -1278,6 +1334,8 @@ def launch(name: str, command: list[str], out: str, threads: str):
 def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 done, 1 arms of a study failed, 2 bad request or data, 130 interrupted."""
     args = build_parser().parse_args(argv)
+    if args.init_from:
+        args.init_from = os.path.normpath(args.init_from)       # FOLDER/ is FOLDER
     try:
         if args.seeds < 1 or args.jobs < 1 or (args.stop_after or 1) < 1:
             raise UsageError("--seeds, --jobs and --stop-after must be at least 1")
@@ -1286,7 +1344,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.starts:
             return print_starts(args)
         return run_study(args) if args.study else train(args)
-    except (UsageError, DataError, CheckpointError, evaluation.EvalError) as error:
+    except ValueError as error:     # UsageError, DataError, CheckpointError, EvalError, Config's
         print(f"train.py: {error}", file=sys.stderr)
         return 2
     except torch.OutOfMemoryError:
@@ -1297,7 +1355,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("train.py: stopped; the same command with --resume --out FOLDER continues",
+        print("train.py: stopped; the same command "
+              + ("" if args.study else "with --resume --out FOLDER ") + "continues",
               file=sys.stderr)
         return 130
 
