@@ -268,7 +268,8 @@ def answer(model, tokenizer, problems: list[dict], *, shots: int = 8, chat: bool
     A batch holds prompts of similar length, left-padded; what all prompts begin with (the worked
     examples) is encoded once. chat, bos: `chat_prompt`, or `prompt` with or without BOS. path: a
     JSONL file of the records, rewritten after each batch; those of the same model, settings and
-    label in it are not computed again. Raises DataError if a prompt does not fit the context.
+    label in it are not computed again, all others stay in it, after these. Raises DataError if a
+    prompt does not fit the context.
     """
     make = functools.partial(chat_prompt, tokenizer, shots=shots) if chat else \
         functools.partial(prompt, tokenizer, shots=shots, bos=bos)
@@ -290,24 +291,31 @@ def answer(model, tokenizer, problems: list[dict], *, shots: int = 8, chat: bool
         batch = todo[start:start + batch_size]
         answers = complete(model, tokenizer, prefix, [prompts[i][P:] for i in batch],
                            max_new_tokens)
-        found |= {keys[i]: {"key": keys[i], **one} for i, one in zip(batch, answers)}
+        found |= {keys[i]: {"key": keys[i], "shots": shots, "chat": chat, **one}
+                  for i, one in zip(batch, answers)}
         bar.update(len(batch))
         if path:
             save_answers(path, problems, keys, found)
     bar.close()
+    if path and not todo:
+        save_answers(path, problems, keys, found)       # this call's answers come first
     return [record(*pair, found) for pair in zip(problems, keys) if pair[1] in found]
 
 
 def record(problem: dict, key: str, found: dict) -> dict:
-    """One answered problem, as it stands in the JSONL file."""
+    """One answered problem, as it stands in the JSONL file. Only the text is taken from an older
+    file: what the right answer is, and what number the text gives, is looked up anew."""
     text = found[key]["text"]
-    return {"question": problem["question"], "gold": problem["gold"], "strict": strict(text),
-            "flexible": flexible(text), **found[key]}
+    judged = {"question": problem["question"], "gold": problem["gold"], "strict": strict(text),
+              "flexible": flexible(text)}
+    return judged | found[key] | judged         # before and after: first in the line, last to say
 
 
 def save_answers(path: str, problems: list[dict], keys: list[str], found: dict):
-    """The records so far, one a line: a reader, or a crash, sees the old file or the new one."""
+    """The records so far, one a line: these problems', then what else was found, the answers of
+    other settings. A reader, or a crash, sees the old file or the new one."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    replace_text(Path(path), "".join(
-        json.dumps(record(*pair, found), ensure_ascii=False) + "\n"
-        for pair in zip(problems, keys) if pair[1] in found))
+    records = [record(*pair, found) for pair in zip(problems, keys) if pair[1] in found]
+    ours = set(keys)
+    records += [other for key, other in found.items() if key not in ours]
+    replace_text(Path(path), "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))

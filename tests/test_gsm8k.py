@@ -241,6 +241,32 @@ def test_an_interrupted_run_goes_on(tmp_path):
         ask(other)
 
 
+def test_answers_of_other_settings_stay(tmp_path):
+    """Fewer problems, other shots: each call reports its own answers, and erases no others."""
+    said, path = [(p["question"], "#### 1\n") for p in PROBLEMS], tmp_path / "a.jsonl"
+    pupil = Pupil(said + [(q, "") for q, _ in gsm8k.EXAMPLES])
+
+    def ask(n, **how):
+        records = gsm8k.answer(pupil, BYTES, PROBLEMS[:n], batch_size=8, path=str(path), **how)
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        assert len(records) == n and lines[:n] == records
+        return len(lines)
+    assert [ask(5, shots=0), ask(4, shots=2), ask(2, shots=0), ask(1, shots=1)] == [5, 9, 9, 10]
+    assert pupil.calls == 3
+    assert [ask(5, shots=0), ask(4, shots=2), ask(1, shots=1)] == [10] * 3 and pupil.calls == 3
+    shots = [json.loads(line)["shots"] for line in path.open(encoding="utf-8")]
+    assert sorted(shots) == [0] * 5 + [1] + [2] * 4
+
+
+def test_an_old_answer_is_judged_anew(tmp_path):
+    """A mistake in the problems is mended: the text is kept, the score is not."""
+    pupil, path = Pupil([(p["question"], "#### 1\n") for p in PROBLEMS]), str(tmp_path / "a.jsonl")
+    ask = lambda problems: gsm8k.score(gsm8k.answer(pupil, BYTES, problems, shots=0, path=path))
+    assert ask(PROBLEMS)["strict"] == 0
+    assert ask([p | {"gold": "1"} for p in PROBLEMS])["strict"] == 1 and pupil.calls == 1
+    assert {json.loads(line)["gold"] for line in open(path, encoding="utf-8")} == {"1"}
+
+
 def test_batches_do_not_change_answers():
     model = tiny(512)
     one, three = (gsm8k.answer(model, BYTES, PROBLEMS, shots=0, max_new_tokens=8, batch_size=b)
