@@ -15,6 +15,7 @@ Read first: `strict`, `flexible`, `prompt`; then `answer`, which needs of a mode
 """
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -212,8 +213,9 @@ def shared_prefix(prompts: list[list[int]]) -> int:
 # --------------------------------------------------------------------------------------- answering
 
 def fingerprint(model) -> int:
-    """A checksum of every weight and buffer: answers are reused for the same model only."""
-    crc = 0
+    """A checksum of the configuration, every weight and buffer: answers are reused for the same
+    model only, and the same weights with another rope_theta are another model."""
+    crc = zlib.crc32(repr(dataclasses.asdict(model.config)).encode())
     for tensor in model.state_dict().values():
         flat = tensor.detach().cpu().contiguous().reshape(-1)                       # (N)
         crc = zlib.crc32(flat.view(torch.uint8).numpy(), crc)
@@ -221,8 +223,9 @@ def fingerprint(model) -> int:
 
 
 def read_answers(path: str | None) -> dict[str, dict]:
-    """Answers of an earlier, perhaps interrupted run, by key; {} if there are none."""
-    if not path or not os.path.exists(path):
+    """Answers of an earlier, perhaps interrupted run, by key; {} if there are none, as in the empty
+    file that a full disk leaves."""
+    if not path or not os.path.exists(path) or os.path.getsize(path) == 0:
         return {}
     records = list(file_rows(Path(path), by_line=False)(0))
     if not all({"key", "text", "truncated", "n_tokens"} <= r.keys() for r in records):

@@ -238,6 +238,12 @@ def test_an_interrupted_run_goes_on(tmp_path):
     assert other.calls == 3
     (tmp_path / "a.jsonl").write_text('{"x": 1}\n')
     with pytest.raises(DataError, match="no file of GSM8K answers"):
+    other.config.rope_theta *= 2            # the same weights, turned by other angles
+    ask(other)
+    assert other.calls == 6
+    (tmp_path / "a.jsonl").write_text("")
+    ask(other)
+    assert other.calls == 9
         ask(other)
 
 
