@@ -100,11 +100,11 @@ NUMBER = re.compile(r"(?:(?<![\w)])-)?\$?((?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\
 
 
 def canonical(match: re.Match) -> str:
-    """One spelling of a number: 1,234.50 and $1234.5 are 1234.5; 18.00 is 18; -0 is 0."""
-    value = Decimal(match[1].replace(",", "")) * (-1 if match[0].startswith("-") else 1)
-    text = format(value, "f")
+    """One spelling of a number: 1,234.50 and $1234.5 are 1234.5; 18.00 is 18; -0 is 0. Exact at
+    any length: Decimal rounds in arithmetic alone, to 28 digits, and there is none here."""
+    text = format(Decimal(match[1].replace(",", "")), "f")
     text = text.rstrip("0").rstrip(".") if "." in text else text
-    return "0" if text in ("", "-0", "-") else text
+    return "-" + text if match[0].startswith("-") and text != "0" else text
 
 
 def strict(text: str) -> str | None:

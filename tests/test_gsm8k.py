@@ -27,7 +27,9 @@ PROBLEMS = [{"question": f"A box holds {n} pens. How many do 3 boxes hold?" + " 
     ("#### \n#### 12", None, "12"), ("#### about 12", None, "12"), ("#### **12**", None, "12"),
     ("The answer is 12 pens.", None, "12"), ("10-3", None, "3"), ("10 - -3", None, "-3"),
     ("1,2,3", None, "3"), ("a share of .5", None, "0.5"), ("12,50", None, "50"),
-    ("#### ", None, None), ("none", None, None), ("", None, None), ("#### -0", "0", "0")])
+    ("#### ", None, None), ("none", None, None), ("", None, None), ("#### -0", "0", "0"),
+    ("#### -0.00", "0", "0"), ("#### 007", "7", "7"), ("#### " + "9" * 38, "9" * 38, "9" * 38),
+    ("-" + "9" * 5000 + ".10", None, "-" + "9" * 5000 + ".1")])     # exact at any length
 def test_extraction(text, strict, flexible):
     assert gsm8k.strict(text) == strict
     assert gsm8k.flexible(text) == flexible
