@@ -73,7 +73,7 @@ def load_problems(source: str, download: bool = False) -> list[dict]:
     """A .jsonl or .parquet file of questions and answers, or "test" or "train", which are fetched
     once, if download -> [{"question", "answer", "gold"}]. Raises DataError."""
     path, splits = Path(source), HUB["gsm8k"][2]
-    if source in splits and not path.exists():
+    if source in splits and not path.is_file():
         name = f"gsm8k-{source}.jsonl"
         path = next((p for p in (Path(f, name) for f in cache_folders()) if p.exists()), None)
         if path is None and not download:
@@ -276,11 +276,16 @@ def answer(model, tokenizer, problems: list[dict], *, shots: int = 8, chat: bool
     """
     make = functools.partial(chat_prompt, tokenizer, shots=shots) if chat else \
         functools.partial(prompt, tokenizer, shots=shots, bos=bos)
+    if tokenizer.vocab_size > model.config.vocab_size:      # fewer is usual: models pad their rows
+        raise DataError(f"the tokenizer has {tokenizer.vocab_size} ids, the model "
+                        f"{model.config.vocab_size} rows: it is another model's")
     prompts = [make(problem["question"]) for problem in problems]
-    need, room = max(map(len, prompts)) + max_new_tokens, model.config.block_size
-    if need > room:
-        raise DataError(f"{max(map(len, prompts))} tokens of prompt and {max_new_tokens} of answer "
-                        f"do not fit the model's context of {room}: try fewer shots")
+    longest, room = max(map(len, prompts)), model.config.block_size
+    if longest + max_new_tokens > room:
+        ways = ["fewer --shots"] * (shots > 0) \
+            + [f"--max-new-tokens {room - longest}"] * (longest < room)
+        raise DataError(f"{longest} tokens of prompt and {max_new_tokens} of answer do not fit the "
+                        f"model's context of {room}: {' or '.join(ways) or 'nothing to shorten'}")
     setting = f"{fingerprint(model)} {label} {tokenizer.name} {max_new_tokens}"
     keys = [hashlib.sha256(f"{setting} {ids}".encode()).hexdigest()[:20] for ids in prompts]
     found = read_answers(path)

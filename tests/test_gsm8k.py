@@ -238,14 +238,14 @@ def test_an_interrupted_run_goes_on(tmp_path):
     other.weight.data += 1
     ask(other)
     assert other.calls == 3
-    (tmp_path / "a.jsonl").write_text('{"x": 1}\n')
-    with pytest.raises(DataError, match="no file of GSM8K answers"):
     other.config.rope_theta *= 2            # the same weights, turned by other angles
     ask(other)
     assert other.calls == 6
     (tmp_path / "a.jsonl").write_text("")
     ask(other)
     assert other.calls == 9
+    (tmp_path / "a.jsonl").write_text('{"x": 1}\n')
+    with pytest.raises(DataError, match="no file of GSM8K answers"):
         ask(other)
 
 
@@ -281,6 +281,30 @@ def test_batches_do_not_change_answers():
                   for b in (1, 3))
     assert [r["text"] for r in one] == [r["text"] for r in three]
     assert len({r["text"] for r in one}) > 1        # and they are answers to different questions
+
+
+def test_what_does_not_fit_the_model_is_one_line(tmp_path):
+    tokenizer = hf_tokenizer(tmp_path, *CHATML)
+    with pytest.raises(DataError, match="the tokenizer has 259 ids, the model 258 rows"):
+        gsm8k.answer(tiny(), tokenizer, PROBLEMS, shots=0)
+    ask = lambda block, **how: gsm8k.answer(tiny(block), BYTES, PROBLEMS[:1], **how)
+    with pytest.raises(DataError, match="tokens of prompt and 256 .* of 512: fewer --shots$"):
+        ask(512)
+    with pytest.raises(DataError, match="fewer --shots or --max-new-tokens 2[0-9]{2}$"):
+        ask(512, shots=1, max_new_tokens=500)
+    with pytest.raises(DataError, match="context of 200: --max-new-tokens [0-9]+$") as error:
+        ask(200, shots=0)
+    ask(200, shots=0, max_new_tokens=int(str(error.value).split()[-1]))     # as it was told
+    with pytest.raises(DataError, match="context of 20: nothing to shorten"):
+        ask(20, shots=0)
+
+
+def test_a_folder_named_test_is_not_the_split(tmp_path, monkeypatch):
+    (tmp_path / "test").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(gsm8k, "cache_folders", lambda: [])
+    with pytest.raises(DataError, match="GSM8K's test split is not on this machine"):
+        gsm8k.load_problems("test")
 
 
 # ---------------------------------------------------------------------------------------- programs
