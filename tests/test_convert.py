@@ -5,6 +5,7 @@ tokens, which every layer carries along, beside ordinary channels of 0.1.
 """
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -135,8 +136,49 @@ def test_the_measured_gap_is_printed_and_kept(folder, corpus, tmp_path, capsys):
     for name, low, high in (("near", 0, 1e-3), ("far", 1e-2, 10)):
         kept = json.loads((tmp_path / name / "config.json").read_text())["run"]
         assert low < kept["logit_gap"] < high and kept["init_from"] == folder
+        assert kept["context"] == LLAMA["max_position_embeddings"] > 32
     assert run(folder, corpus, tmp_path / "same", "--arch", "vanilla") == 0
     assert "max |delta" not in capsys.readouterr().out
+
+
+def test_pretrained_weights_are_not_overwritten(folder, corpus, capsys):
+    config = Path(folder, "config.json").read_text()
+    assert run(folder, corpus, folder) == 2
+    assert "holds pretrained weights" in capsys.readouterr().err
+    assert Path(folder, "config.json").read_text() == config
+
+
+def test_a_gap_of_nan_is_not_a_gap_of_zero(folder):
+    model = Transformer.from_pretrained(folder)
+    broken = Transformer.from_pretrained(folder)
+    broken.final_norm.weight.data[0] = float("nan")
+    for pair in ((model, broken), (broken, model)):
+        with pytest.raises(train.UsageError, match="not finite"):
+            train.relative_gap(*pair, ids(2, 8, vocab=258))
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """As Qwen3-0.6B: heads that together are wider than the stream."""
+    return str(write(tmp_path_factory.mktemp("wide"), {**SHAPE, "head_dim": 32}))
+
+
+def test_what_a_shape_does_not_allow_is_left_out_and_said(wide, corpus, tmp_path, capsys,
+                                                         monkeypatch):
+    few = ("AttnRes: the mean", "gate, opening 0.25")
+    monkeypatch.setattr(train, "STARTS", {k: train.STARTS[k] for k in few})
+    flags = ["--init-from", wide, "--tokenizer", "bytes", "--data", corpus]
+    assert train.main(["--starts", *flags]) == 0
+    said = capsys.readouterr().out
+    assert "| gate, opening 0.25 | gated | impossible" in said and "d_model=64 must be" in said
+    assert train.main(["--study", "finetune", "--seeds", "1", "--arms", "vanilla,gated", *flags,
+                       "--out", str(tmp_path), "--block-size", "32", "--batch-size", "2",
+                       "--steps", "2", "--warmup", "1", "--probe-every", "0", "--eval-sequences",
+                       "2", "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert "gated is left out: the bondarenko gate" in said and "| vanilla" in said
+    assert "| gated" not in said
+    assert train.main(["--study", "finetune", "--arms", "gated", *flags]) == 2
 
 
 def test_all_arms_share_the_pretrained_weights(folder):

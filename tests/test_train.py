@@ -6,6 +6,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -230,7 +231,15 @@ def test_resume_on_other_data_is_refused(corpus, tmp_path, capsys):
     (["--normalizer", "softmax2"], ["choose from"]), (["--data", "nowhere.txt"], ["nowhere.txt"]),
     (["--tokenizer", "gpt2"], ["gpt2"]), (["--block-size", "90000"], ["tokens"]),
     (["--loss-min", "9", "--loss-max", "4"], ["--loss-max"]), (["--device", "cuda"], ["CUDA"]),
-    (["--resume"], ["no checkpoint"])])
+    (["--resume"], ["no checkpoint"]),
+    (["--lr", "nan"], ["--lr"]), (["--seed", "-1"], ["--seed"]),
+    (["--micro-batch", "-1"], ["--micro-batch"]), (["--eval-sequences", "-1"], ["--eval-seq"]),
+    (["--loss-min", "32"], ["--loss-min", "context of 32"]),
+    (["--n-head", "0"], ["n_head=0"]), (["--arch", "ledger", "--ledger-rank", "-3"], ["rank=-3"]),
+    (["--arch", "gated", "--gate-init", "1"], ["gate_init=1"]),
+    (["--arch", "gated", "--head-dim", "8"], ["bondarenko"]),
+    (["--arch", "oasis", "--router-init", "bogus"], ["bogus"]),
+    (["--arch", "attnres", "--depth-block", "-1"], ["depth_block=-1"])])
 def test_bad_requests_are_one_line_and_status_2(corpus, tmp_path, capsys, flags, words):
     if "cuda" in flags and torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
@@ -264,6 +273,28 @@ def test_an_old_run_is_never_overwritten(monkeypatch, tmp_path):
     assert train.fresh_folder(recipe) == first + "-2"
     os.makedirs(first + "-2")
     assert train.newest_folder(recipe) == first + "-2"
+
+
+def test_a_folder_that_was_named_is_not_overwritten_either(corpus, tmp_path, capsys):
+    assert run(corpus, tmp_path, "--stop-after", "4") == 0
+    before, log = weights(tmp_path), (tmp_path / "log.jsonl").read_text()
+    capsys.readouterr()
+    assert run(corpus, tmp_path) == 2
+    one_line(capsys.readouterr().err, "holds a run", "--resume")
+    assert (tmp_path / "log.jsonl").read_text() == log
+    assert all(torch.equal(w, before[name]) for name, w in weights(tmp_path).items())
+
+
+def test_a_run_that_died_before_its_first_checkpoint_starts_anew(corpus, tmp_path):
+    """Its half log, probes included, would otherwise stand before the new one for good."""
+    whole = tmp_path / "whole"
+    assert run(corpus, whole, "--probe-every", "4") == 0
+    (tmp_path / "died").mkdir()
+    head = (whole / "log.jsonl").read_text().splitlines(keepends=True)[:3]
+    (tmp_path / "died" / "log.jsonl").write_text("".join(head))
+    assert run(corpus, tmp_path / "died", "--probe-every", "4") == 0
+    steps = [[row["step"] for row in train.read_log(str(out))] for out in (whole, tmp_path / "died")]
+    assert steps[0] == steps[1]
 
 
 # --------------------------------------------------------------------------------- what is learnt
@@ -331,6 +362,28 @@ def test_a_small_study_runs_skips_and_refuses_mixtures(corpus, tmp_path, capsys,
     assert train.main([*flags, "--lr", "0.5"]) == 2     # nor are two recipes mixed in one table
     one_line(capsys.readouterr().err, "another lr")
     assert train.main(["--study", "ledger", "--arms", "nobody"]) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_study_keeps_its_runs_and_goes_on(corpus, tmp_path, number):
+    """The terminal sends Ctrl-C to the whole process group; the run in progress saves itself once.
+    SIGTERM reaches the study alone, which passes it on."""
+    flags = ["--study", "ledger", "--arms", "vanilla", "--seeds", "1", "--data", corpus,
+             "--n-layer", "1", "--d-model", "32", "--block-size", "64", "--batch-size", "2",
+             "--steps", "100000", "--eval-every", "100000", "--device", "cpu", "--out",
+             str(tmp_path)]
+    study = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *flags], env=ENV,
+                             cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+                             start_new_session=True)
+    log = tmp_path / "vanilla-s0" / "log.jsonl"
+    for _ in range(600):
+        if log.exists() and len(log.read_text().splitlines()) > 9:
+            break
+        time.sleep(0.1)
+    (os.killpg if number == signal.SIGINT else os.kill)(study.pid, number)
+    said = study.communicate(timeout=60)[1]
+    assert study.returncode == 130 and "the same command continues" in said
+    assert load_checkpoint(str(log.parent))["steps_done"] > 9
 
 
 def test_bfloat16_and_compile_flags_train(corpus, tmp_path, capsys, monkeypatch):
