@@ -17,7 +17,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import eval as evaluation  # noqa: E402
 from data.prepare import DataError, TokenFile, write_tokens  # noqa: E402
 from eval import EvalError, evaluate  # noqa: E402
-from model import PRESETS, Config, Transformer, save_checkpoint  # noqa: E402
+from model import PRESETS, Config, Transformer, load_checkpoint, save_checkpoint  # noqa: E402
 
 TINY = dict(vocab_size=258, n_layer=2, n_head=2, d_model=32, block_size=32, ledger_rank=4)
 
@@ -567,6 +567,47 @@ def test_program_compares_runs(make_run, tmp_path, capsys):
     assert "| a |" in printed and "| measure |" not in printed
     assert json.load(open(os.path.join(b, "metrics.json")))["sinks"]["epsilon"] == 0.01
     assert not os.path.exists(os.path.join(a, "figures"))
+
+
+def test_runs_of_one_name_do_not_share_a_folder(make_run, tmp_path, capsys):
+    os.mkdir(tmp_path / "left"), os.mkdir(tmp_path / "right")
+    paths = [make_run(os.path.join(side, "m")) for side in ("left", "right")]
+    flags = ["--no-figures", "--n-sequences", "2", "--out", str(tmp_path / "out")]
+    assert evaluation.main([*paths, *flags]) == 0
+    for name in ("left-m", "right-m"):
+        assert (tmp_path / "out" / name / "metrics.json").exists()
+    assert "| left-m |" in capsys.readouterr().out
+    assert all(os.listdir(path) == ["checkpoint.pt"] for path in paths)
+    assert evaluation.main([paths[0], paths[0], *flags]) == 2
+    assert "twice" in capsys.readouterr().err
+
+
+def test_what_was_measured_before_a_failure_is_kept(make_run, capsys, monkeypatch):
+    """Two measurements in one call: the first is on the disk when the second one fails."""
+    run = make_run("run")
+    for error, status in ((KeyboardInterrupt, 130), (FloatingPointError("NaN logits"), 2)):
+        def fails(*_, **__):
+            raise error
+        monkeypatch.setattr(evaluation, "report_anatomy", fails)
+        path = os.path.join(run, "metrics.json")
+        assert not os.path.exists(path)
+        flags = ["--stream", "16", "--stream-tokens", "40", "--anatomy", "--no-figures"]
+        assert evaluation.main([run, *flags]) == status
+        assert capsys.readouterr().err.count("\n") == 1
+        assert "delta" in json.load(open(path))["stream"]
+        os.remove(path)
+
+
+@pytest.mark.parametrize("flags", [[], ["--anatomy"], ["--stream", "16", "--stream-tokens", "40"]])
+def test_a_model_of_nan_is_one_line(make_run, capsys, flags):
+    run = make_run("run")
+    path = os.path.join(run, "checkpoint.pt")
+    payload = load_checkpoint(path)
+    payload["model"]["embed.weight"][101] = math.nan        # "e"
+    save_checkpoint(path, payload)
+    assert evaluation.main([run, "--no-figures", *flags]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("eval.py: ") and captured.err.count("\n") == 1, captured.err
 
 
 def test_bad_input_is_one_line_and_status_two(make_run, tmp_path, capsys):

@@ -9,7 +9,7 @@ import eval as evaluation
 import quantize
 from data import DataError, get_tokenizer
 from data import gsm8k
-from model import Config, Transformer, save_checkpoint
+from model import Config, Transformer, load_checkpoint, save_checkpoint
 
 BYTES = get_tokenizer("bytes")
 PROBLEMS = [{"question": f"A box holds {n} pens. How many do 3 boxes hold?" + " Think." * (n % 3),
@@ -319,6 +319,24 @@ def run(tmp_path):
     with open(tmp_path / "problems.jsonl", "w", encoding="utf-8") as file:
         file.writelines(json.dumps(p) + "\n" for p in PROBLEMS)
     return folder, str(tmp_path / "problems.jsonl")
+
+
+def test_a_fine_tuned_model_answers_in_the_context_it_came_from(run, capsys):
+    """block_size is what it was fine-tuned on; rotary positions reach as far as before."""
+    folder, file = run
+    path = str(folder / "checkpoint.pt")
+    flags = [str(folder), "--gsm8k", file, "--limit", "1", "--shots", "0", "--max-new-tokens", "2"]
+    payload = load_checkpoint(path)
+    payload["config"]["block_size"] = 64
+    save_checkpoint(path, payload)
+    assert evaluation.main(flags) == 2 and "context of 64" in capsys.readouterr().err
+    payload["run"]["context"] = 512
+    save_checkpoint(path, payload)
+    assert evaluation.main(flags) == 0
+    payload["config"]["pos"] = "learned"            # a table has no rows beyond its end
+    model = Transformer(Config(**payload["config"]))
+    save_checkpoint(path, {**payload, "model": model.state_dict()})
+    assert evaluation.main(flags) == 2
 
 
 def test_programs(run, capsys, tmp_path):
