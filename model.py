@@ -738,11 +738,12 @@ class Transformer(nn.Module):
                  prefix: KVCache | None = None, generator=None, n_ids: int | None = None):
         """Continue tokens (B, T) by up to max_new_tokens: (B, T + new), with a key/value cache.
 
-        temperature 0 is greedy. pad_mask (B, T), bool, is False at left padding. A row that has
-        produced one of stop_ids, or for which stop(new tokens (B, n)) -> (B,) is true, repeats its
-        last token; when all rows have ended, generation ends. prefix: what `encode` made of ids
-        in front of every row. Past block_size the newest half block is encoded anew and goes on as
-        the context. Ids from n_ids on, rows that pad a vocabulary, are never drawn.
+        temperature 0 is greedy; top_k None or 0: all ids may be drawn. pad_mask (B, T), bool, is
+        False at left padding. A row that has produced one of stop_ids, or for which stop(new
+        tokens (B, n)) -> (B,) is true, repeats its last token; when all rows have ended, generation
+        ends. prefix: what `encode` made of ids in front of every row. Past block_size the newest
+        half block is encoded anew and goes on as the context. Ids from n_ids on, rows that pad a
+        vocabulary, are never drawn.
         Raises FloatingPointError, naming the token, when a logit is NaN, and ValueError if prefix,
         tokens and max_new_tokens together exceed block_size.
         """
@@ -802,7 +803,7 @@ def sample(logits, temperature: float, top_k: int | None, generator=None):
     """Draw one id a row. logits (B, V) -> (B,)."""
     if temperature <= 0:
         return logits.argmax(-1)                                                    # (B,)
-    if top_k is not None:
+    if top_k:
         kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]              # (B, 1)
         logits = logits.masked_fill(logits < kth, -math.inf)                        # (B, V)
     probs = (logits / temperature).softmax(-1)                                      # (B, V)
@@ -930,7 +931,7 @@ def load_model(path: str, *, dtype: torch.dtype = torch.float32, download: bool 
 # | sink            | learned null logit -20: lower has no gradient       | exp(-20 - lse)   |
 # | bondarenko gate | open                                                | 1e-4 of a head   |
 #
-# delta, clipped, sparsemax, entmax15 and the other gates have no such start.
+# delta, clipped, sparsemax, entmax15, attn_bias and the other gates have no such start.
 CONVERSION = {"near_identity": True, "router_init": "identity", "null_start": -30.0,
               "null_init": -20.0, "gate_init": 0.9999}
 
@@ -1001,7 +1002,7 @@ def find_pretrained(path: str, download: bool = False) -> str | None:
         raise CheckpointError(
             f"could not download {path}: {first_line(error)}" if download else
             f"no checkpoint at {path}, and no such model in the Hugging Face cache "
-            "(a hub id is fetched only when asked: download=True)") from None
+            "(a hub id is fetched only when asked: --download, or download=True)") from None
 
 
 def find_tokenizer(folder: str) -> str | None:

@@ -174,6 +174,8 @@ def test_sampling_keeps_to_top_k():
     logits = torch.tensor([[0.0, 5.0, 4.0, -1.0]]).expand(200, 4)
     drawn = sample(logits, 1.0, 2, torch.Generator().manual_seed(0))
     assert set(drawn.tolist()) == {1, 2}
+    drawn = sample(torch.zeros(200, 4), 1.0, 0, torch.Generator().manual_seed(0))
+    assert set(drawn.tolist()) == {0, 1, 2, 3}
     assert sample(logits, 0.0, None)[0] == 1
 
 
