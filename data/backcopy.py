@@ -234,8 +234,10 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args(argv)
     try:
+        if args.seed < 0:
+            raise DataError("--seed must not be negative")
         task = Backcopy(args.corpus, n_triggers=args.triggers, seed=args.seed)
-    except DataError as error:
+    except (DataError, OSError) as error:
         print(f"backcopy.py: {error}", file=sys.stderr)
         return 2
     x, y = task.batch(0)

@@ -28,6 +28,7 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import os
 import re
 import sys
@@ -435,7 +436,7 @@ def prepare(args) -> dict[str, Path]:
     """Do what the command line asks. Returns {split: path}; raises DataError."""
     tok = get_tokenizer(args.tokenizer, args.download)
     folder = Path(args.out) if args.out else writable_folder()
-    budget = args.tokens or BUDGET.get(args.corpus)
+    budget = int(args.tokens) if args.tokens else BUDGET.get(args.corpus)
     if args.corpus not in HUB:
         if args.from_file or args.download and args.tokenizer != "gpt2":
             raise DataError("--download and --from-file go with: " + ", ".join(HUB))
@@ -503,7 +504,7 @@ Offline unless --download is given. Interrupted? The same command continues wher
                       "'text') or .parquet file")
     what.add_argument("--tokenizer", default="bytes", metavar="NAME", help="bytes (258 ids, the "
                       "default), gpt2 (50257, tiktoken) or the path of a tokenizer.json")
-    what.add_argument("--tokens", type=lambda s: int(float(s)), metavar="N",
+    what.add_argument("--tokens", type=float, metavar="N",
                       help="stop after about N tokens (default: all; 1e8 for fineweb-edu, "
                       "bookcorpus, wiki40b)")
     what.add_argument("--val-fraction", type=float, default=VAL_FRACTION, metavar="F",
@@ -523,7 +524,8 @@ def main(argv: list[str] | None = None) -> int:
     """Exit status: 0 done, 2 a bad request or bad data (one line), 130 interrupted (resumable)."""
     args, start = parser().parse_args(argv), time.time()
     try:
-        if args.tokens is not None and args.tokens <= 0 or not 0 < args.val_fraction < 1:
+        if args.tokens is not None and not 1 <= args.tokens < math.inf \
+                or not 0 < args.val_fraction < 1:
             raise DataError("--tokens must be positive and --val-fraction between 0 and 1")
         paths = prepare(args)
         for path in paths.values():

@@ -285,6 +285,17 @@ def test_the_losses_of_the_toy_are_parts_of_the_loss(task):
     assert evaluation.evaluate(model, np.arange(200) % 9, T=16)["backcopy"] is None
 
 
+def test_bad_requests_of_the_script_are_one_line(corpus, capsys):
+    name = corpus.partition(":")[2]
+    for flags, words in ((["--seed", "-1"], "--seed must not be negative"),
+                         (["--triggers", "99"], "99 triggers leave nothing")):
+        assert backcopy.main([name, *flags]) == 2
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1
+    assert backcopy.main(["x" * 5000]) == 2             # no file can have this name: an OSError
+    assert capsys.readouterr().err.startswith("backcopy.py: ")
+
+
 SMALL = ["--n-layer", "1", "--d-model", "32", "--block-size", "32", "--batch-size", "4", "--steps",
          "8", "--device", "cpu"]
 

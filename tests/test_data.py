@@ -738,6 +738,8 @@ def test_bad_requests_are_one_line_and_status_2(tmp_path, capsys):
             (["nowhere.txt"], "no corpus or file"),
             (["stdlib", "--download"], "--download and --from-file go with"),
             (["stdlib", "--tokens", "0"], "must be positive"),
+            (["stdlib", "--tokens", "inf"], "must be positive"),
+            (["stdlib", "--tokens", "nan"], "must be positive"),
             (["stdlib", "--val-fraction", "1"], "between 0 and 1"),
             (["stdlib", "--tokenizer", "klingon"], "no tokenizer"),
             (["wikitext2", "--from-file", tmp_path / "none.txt"], "cannot read"),
