@@ -49,8 +49,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from data import gsm8k
-from data.prepare import (DataError, Sequential, TokenFile, Windows, get_tokenizer,
-                          open_source)
+from data.prepare import (DataError, Sequential, TokenFile, Windows, get_tokenizer, open_source,
+                          opened)
 from model import (KVCache, RMSNorm, StandardResidual, find_pretrained, load_checkpoint, load_model,
                    rope_table, rotate)
 
@@ -2298,8 +2298,11 @@ def text_of(run: dict, data: str | None):
     tokenizer = run.get("tokenizer")
     if data is None or not data.endswith(".bin"):
         return open_source(data or run.get("data") or "stdlib", "val", tokenizer=tokenizer)
-    file = TokenFile.open(data)
-    if tokenizer and get_tokenizer(tokenizer).name != file.tokenizer:
+    if not tokenizer:
+        return TokenFile.open(data)
+    own = get_tokenizer(tokenizer)
+    file = opened(data, own)
+    if own.name != file.tokenizer:
         raise EvalError(f"{data} holds ids of the tokenizer {file.tokenizer}, the run's is "
                         f"{tokenizer}")
     return file

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import data  # noqa: E402
+import eval as evaluation  # noqa: E402
 from data import prepare  # noqa: E402
 from data.prepare import (DataError, TokenFile, TokenWriter, Windows, get_tokenizer,  # noqa: E402
                           load, write_tokens)
@@ -277,7 +278,8 @@ def test_bos_is_the_current_tokenizers_whoever_built_the_file(hf_folder):
         files = [load(name, tokenizer=str(hf_folder), folder=hf_folder) for name in given]
         files += [load(file.path, split, tokenizer=str(hf_folder))
                   for file in files[:1] for split in ("train", "val")]
-        assert [tok.specials[file.bos] for file in files] == [bos] * 4
+        files += [evaluation.text_of({"tokenizer": str(hf_folder)}, str(files[0].path))]
+        assert [tok.specials[file.bos] for file in files] == [bos] * 5
         assert all((file.tokens == tok.eot).any() for file in files)
         paths |= {file.path for file in files}
     assert len(paths) == 3                      # nothing was built twice
