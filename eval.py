@@ -57,6 +57,7 @@ from model import (KVCache, RMSNorm, StandardResidual, find_pretrained, load_che
 EPSILON = 0.3          # a head whose first-token attention exceeds this is a sink head
 SINK_TOKENS = 64       # context of the sink measures [Gu 5.4] [Spike 3.3]
 SPIKE_RATIO = 100      # a spike: this many medians of its hidden state; massive: 1000, and > 100
+TIE = 0.999            # two maxima are one if they differ by less: rounding between batch sizes
 TINY = 1e-30           # in the place of a paper's epsilon: only keeps 0 / 0 away
 
 
@@ -266,11 +267,20 @@ class Spikes:
         norm = a.norm(dim=-1)                                                       # (B, T)
         self.mean.add(("first", *key), norm[:, 0])
         self.mean.add(("rest", *key), norm[:, 1:], over=(0, 1))
-        b = int(largest.argmax())
-        found = (largest[b].item(), median[b].item(), self.seen[key] + b, *divmod(int(where[b]), d))
-        self.peak[key] = max(self.peak.get(key, found), found)
+        self.reach(key, largest, median, where, d)
         self.remember(key, *a.max(0), d)
         self.seen[key] += B
+
+    def reach(self, key, largest, median, where, d: int):
+        """Keep the maximum, its first place, and the medians of all sequences that reach it: when
+        every window begins with the same BOS, rounding must not choose among them."""
+        value, place, medians = self.peak.get(key, (0.0, None, []))
+        peak = largest.max().item()
+        if place is None or peak * TIE > value:
+            b = int((largest >= TIE * peak).int().argmax())     # the first
+            place, medians = (self.seen[key] + b, *divmod(int(where[b]), d)), []
+        value = max(value, peak)
+        self.peak[key] = value, place, medians + median[largest >= TIE * value].tolist()
 
     def remember(self, key, size, row, d: int):
         """Keep the largest (position, channel) pairs; each counts once, whatever the sequence."""
@@ -285,16 +295,18 @@ class Spikes:
         """For the decoded stream (or `name`). tokens: the ids that were shown, (n, T).
 
         max: largest |x| after any sublayer, on any token; median: of |x| over the T x d hidden
-        state in which it lies; ratio: max / median. count_sun: entries with |x| > 100 and >= 1000
-        x the median, per sequence, after the maximum's sublayer. position0_ratio: mean norm at
-        position 0 over the mean norm elsewhere, by sublayer. top: its largest (position, dim).
+        state in which it lies, mean over those that share the maximum; ratio: max / median.
+        count_sun: entries with |x| > 100 and >= 1000 x the median, per sequence, after the
+        maximum's sublayer. position0_ratio: mean norm at position 0 over the mean norm elsewhere,
+        by sublayer. top: its largest (position, dim).
         """
         name = name or decoded(self.peak)
         layers = sorted(l for n, l in self.peak if n == name)
         if not layers:
             return None
         layer = max(layers, key=lambda l: self.peak[name, l][0])
-        value, median, sequence, position, dim = self.peak[name, layer]
+        value, (sequence, position, dim), medians = self.peak[name, layer]
+        median = sum(medians) / len(medians)
         ratio = [(self.mean["first", name, l] / self.mean["rest", name, l]).item() for l in layers]
         top = [{"value": v, "token": int(tokens[n, p]), "position": p, "dim": c, "sequence": n}
                for (p, c), (v, n) in self.top[name, layer].items()]
@@ -651,6 +663,11 @@ class Toy:
 
 # ------------------------------------------------------------------------------------- evaluate
 
+def has_table(config) -> bool:
+    """Does the model end where its table of positions ends?"""
+    return config.pos == "learned" or config.gate == "position"
+
+
 def unwrap(model):
     """The Transformer inside torch.compile and DistributedDataParallel: records need its Python."""
     while hasattr(model, "_orig_mod") or hasattr(model, "module"):
@@ -690,7 +707,7 @@ def open_windows(model, tokens, *, T=None, n_sequences=64, batch_size=8, bos_pol
                         f"{vocab}")
     if min(1 if T is None else T, n_sequences, batch_size) < 1:
         raise EvalError("T, n_sequences and batch_size must be at least 1")
-    if T is not None and T > block and model.config.pos == "learned" and not streamed:
+    if T is not None and T > block and has_table(model.config) and not streamed:
         raise EvalError(f"T={T} is longer than the model's {block} learned positions")
     if not is_source(tokens):
         tokens = np.asarray(tokens.cpu() if torch.is_tensor(tokens) else tokens)
@@ -946,7 +963,7 @@ def check_streams(model, specs, n_tokens: int, chunk: int | None):
         if window < 2 or keep + (chunk or max(1, window // 16)) > window:
             raise EvalError(f"a window of {window} has no room for {keep} kept and "
                             f"{chunk or max(1, window // 16)} new tokens")
-        if window > block and model.config.pos == "learned":
+        if window > block and has_table(model.config):
             raise EvalError(f"a window of {window} is longer than the model's {block} learned "
                             "positions")
         if n_tokens <= window:
@@ -2345,7 +2362,7 @@ def widened(model, context: int):
     """Rotary positions reach as far as the pretrained model's, however short the windows that it
     was fine-tuned on: a prompt with eight examples is longer than those."""
     config, block = model.config, model.config.block_size
-    if config.pos == "rope" and config.gate != "position":
+    if not has_table(config):
         config.block_size = max(block, context)
     try:
         yield

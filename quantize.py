@@ -237,7 +237,10 @@ def parse(name: str | Scheme, **fields) -> Scheme:
             raise QuantError(f"scheme {name!r}: wBITS, wBITSaBITS or wBITSaBITS-static, as in "
                              f"{', '.join(SCHEMES)}")
         weight, act, static = found.groups()
-        name = Scheme(name, int(weight), int(act or 0), bool(static),
+        if act is not None and not int(act):
+            raise QuantError(f"scheme {name!r}: activations of 0 bits; weights alone are w{weight}")
+        own = f"w{int(weight)}" + (f"a{int(act)}" if act else "") + (static or "")     # no w08
+        name = Scheme(own, int(weight), int(act or 0), bool(static),
                       "percentile" if static else "minmax")
     scheme = replace(name, **{key: value for key, value in fields.items() if value is not None})
     for bits in (scheme.weight_bits, scheme.act_bits or 8):
@@ -256,7 +259,8 @@ class Quantizer(nn.Module):
 
     Dynamic: every token has its own range; one number a token (a gate) is then exact. Static: one
     range, of the values seen while `watching`, when x passes through untouched: it describes the
-    model, not the errors of other sites.
+    model with its rounded weights (as Bondarenko's code, which OASIS uses), not the errors of
+    other activations.
     """
 
     def __init__(self, name: str, scheme: Scheme, smooth=None):
@@ -925,7 +929,7 @@ def report_run(path: str, model=None, schemes=SCHEMES, *, data: str | None = Non
         if attribution:
             change = attribute(model, plan, tokens, calibration, by=attribution, progress=True,
                                **options)
-            entry["attribution"] = change
+            entry["attribution" if attribution == "site" else "attribution_by_kind"] = change
             figures[f"attribution-{label(plan)}"] = draw_attribution(
                 change, f"{label(plan)}: {entry['delta_loss']:+.4f} nats with all sites")
         if problems:

@@ -38,7 +38,7 @@ import quantize
 from data.prepare import DataError, open_source
 from model import (CONVERSION, PRESETS, SIZES, CheckpointError, Config, Transformer, config_from,
                    find_pretrained, find_tokenizer, hf_config, is_mechanism, load_checkpoint,
-                   load_model, load_weights, save_checkpoint)
+                   load_model, load_weights, read_json, save_checkpoint)
 from softmax1 import describe
 
 
@@ -324,8 +324,10 @@ def check_recipe(r: Recipe):
     for name in ("steps", "batch_size", "eval_every"):
         if getattr(r, name) < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1")
-    for name in ("seed", "micro_batch", "eval_sequences", "probe_every", "probe_sequences",
-                 "loss_min"):
+    if r.seed >= 2 ** 63:
+        raise UsageError(f"--seed {r.seed} has more than 63 bits")
+    for name in ("seed", "warmup", "micro_batch", "eval_sequences", "probe_every",
+                 "probe_sequences", "loss_min"):
         if getattr(r, name) < 0:
             raise UsageError(f"--{name.replace('_', '-')} must not be negative")
     if r.micro_batch and r.batch_size % r.micro_batch:
@@ -371,6 +373,10 @@ def find_machine(device: str | None, dtype: str) -> Machine:
     if cuda and not torch.cuda.is_available():
         raise UsageError(f"--device {device}: this machine has no CUDA device")
     name = device or (f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if cuda else "cpu")
+    try:
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise UsageError(f"--device {device}: {str(error).splitlines()[0]}") from None
     if cuda:
         torch.cuda.set_device(name)
     native = torch.cuda.is_bf16_supported() if cuda else torch.cpu._is_avx512_bf16_supported()
@@ -474,8 +480,8 @@ class Trainer:
         lr = learning_rate(step, self.recipe)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        if self.recipe.null_warmup:
-            self.model.anneal_null(max(0.0, 1 - step / self.recipe.null_warmup))
+        warmup = self.recipe.null_warmup
+        self.model.anneal_null(max(0.0, 1 - step / warmup) if warmup else 0.0)
         total = penalty = 0.0
         for micro in range(self.accumulate):
             x, y = self.windows.batch(step, self.machine.rank, self.machine.world, micro)  # (B, T)
@@ -490,14 +496,21 @@ class Trainer:
             total += loss.detach() / self.accumulate
             penalty += self.model.aux / self.accumulate
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
-        total = float(total)
+        total, penalty = self.over_ranks(total, penalty)
         if not math.isfinite(total) or not math.isfinite(float(norm)):
             raise UsageError(f"loss {total}, gradient norm {float(norm)} at step {step}: lower "
                              f"--lr; the last checkpoint in {self.out}, if any, is from before")
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return {"step": step, "loss": total - float(penalty), "penalty": float(penalty), "lr": lr,
+        return {"step": step, "loss": total - penalty, "penalty": penalty, "lr": lr,
                 "grad_norm": float(norm), "batch": zlib.crc32(x.numpy().tobytes())}
+
+    def over_ranks(self, *numbers) -> list[float]:
+        """Each number's mean over the processes: what is logged is of the whole batch."""
+        both = torch.tensor([float(x) for x in numbers], device=self.machine.device)
+        if self.machine.world > 1:
+            torch.distributed.all_reduce(both)
+        return (both / self.machine.world).tolist()
 
     def restrict(self, y):
         """Targets outside context positions [loss_min, loss_max) do not count. [Spike 3.7]"""
@@ -525,7 +538,7 @@ class Trainer:
         r, end = self.recipe, min(self.recipe.steps, self.args.stop_after or self.recipe.steps)
         self.wrapped = self.wrap()
         log = Log(self.out, self.begin) if self.machine.main else None
-        tokens = r.batch_size * self.config.block_size
+        tokens, saved = r.batch_size * self.config.block_size, self.begin
         bar = tqdm(range(self.begin, end), initial=self.begin, total=end, unit="step",
                    disable=not self.machine.main or None, dynamic_ncols=True)
         start = time.perf_counter()
@@ -543,10 +556,13 @@ class Trainer:
                         tqdm.write(f"  about {minutes:.1f} minutes to step {end}, then evaluation")
                     if done % r.eval_every == 0 or done == end or stop.asked:
                         self.save(done)      # before evaluating: a run killed there resumes here
+                        saved = done
                         log.write({"step": step, "val_loss": self.validate()})
                     if r.probe_every and (done % r.probe_every == 0 or done == r.steps):
                         log.write({"step": step, "probe": self.probe()})
                 if stop.asked:
+                    if log and saved != done:       # asked for while it was probed
+                        self.save(done)
                     raise KeyboardInterrupt
         self.speed = tokens * (end - self.begin) / max(1e-9, time.perf_counter() - start)
         return end
@@ -684,7 +700,8 @@ def train(args) -> int:
         source, run = source_of(recipe.init_from, args.download)
         trainer.context = run.get("context", source["block_size"])
     if machine.main:
-        os.makedirs(out, exist_ok=True)
+        trainer.out = out or claim(recipe)
+        os.makedirs(trainer.out, exist_ok=True)
         trainer.write_config()
         print_header(trainer)
     end = trainer.run()
@@ -755,10 +772,10 @@ def print_starts(args) -> int:
 
 
 def plan(args):
-    """Recipe, Config fields, folder and, when resuming, the checkpoint."""
+    """Recipe, Config fields, folder (None: a fresh one) and, when resuming, the checkpoint."""
     if not args.resume:
         recipe, shape = resolve(args)
-        return recipe, shape, unused(args.out) if args.out else fresh_folder(recipe), None
+        return recipe, shape, unused(args.out) if args.out else None, None
     if args.recipe:
         raise UsageError("--recipe does not go with --resume: the run has its own")
     out = args.out or newest_folder(resolve(args)[0])
@@ -776,6 +793,9 @@ def plan(args):
               if saved[k] != v and k not in FREE_ON_RESUME]
     if differ:
         raise CheckpointError(f"cannot resume {out} with {', '.join(differ)}")
+    if (args.stop_after or math.inf) < payload["steps_done"]:
+        raise UsageError(f"{out} is beyond --stop-after {args.stop_after}: it has made "
+                         f"{payload['steps_done']} steps")
     recipe = dataclasses.replace(recipe, **{k: asked[k] for k in FREE_ON_RESUME & asked.keys()})
     return recipe, config, out, payload
 
@@ -786,11 +806,15 @@ def stem(recipe: Recipe) -> str:
 
 
 def unused(out: str) -> str:
-    """A folder that was named: neither a run nor pretrained weights are ever written over."""
-    if os.path.exists(os.path.join(out, "checkpoint.pt")):
+    """A folder that was named: neither a run, nor pretrained weights, nor another program's files
+    are ever written over. What a run left that died before its first checkpoint is."""
+    here = lambda name: os.path.join(out, name)
+    if os.path.exists(here("checkpoint.pt")):
         raise UsageError(f"{out} holds a run: --resume continues it, another --out leaves it alone")
-    if find_pretrained(out):
-        raise UsageError(f"--out {out} holds pretrained weights: choose another folder")
+    died = os.path.exists(here("config.json")) and "run" in read_json(here("config.json"))
+    for name in ("metrics.json", *(() if died else ("config.json", "log.jsonl"))):
+        if os.path.exists(here(name)):
+            raise UsageError(f"--out {out} has a {name} of something else: choose another folder")
     return out
 
 
@@ -800,6 +824,15 @@ def fresh_folder(recipe: Recipe) -> str:
     while os.path.exists(base if n == 1 else f"{base}-{n}"):
         n += 1
     return base if n == 1 else f"{base}-{n}"
+
+
+def claim(recipe: Recipe) -> str:
+    """The same, made at once: of two runs that start together each has its own."""
+    while True:
+        out = fresh_folder(recipe)
+        with contextlib.suppress(FileExistsError):
+            os.makedirs(out)
+            return out
 
 
 def newest_folder(recipe: Recipe) -> str:
@@ -870,13 +903,10 @@ def sample_text(t: Trainer, n_tokens: int = 120) -> str:
 
 def draw_loss(out: str) -> str:
     """figures/loss.png: training loss (smoothed over 20 steps), validation loss, learning rate."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
     rows = read_log(out)
     train_rows = [r for r in rows if "loss" in r]
     val_rows = [r for r in rows if "val_loss" in r]
-    fig, ax = plt.subplots(figsize=(6, 3.6), layout="constrained")
+    fig, (ax,) = evaluation.new_figure(6, 3.6)
     steps, losses = [r["step"] for r in train_rows], [r["loss"] for r in train_rows]
     smooth = [sum(losses[max(0, i - 19):i + 1]) / min(i + 1, 20) for i in range(len(losses))]
     ax.plot(steps, losses, color="0.8", lw=0.7, label="each batch")
@@ -887,11 +917,7 @@ def draw_loss(out: str) -> str:
     if losses:
         ax.set_ylim(min(losses) * 0.9, smooth[min(20, len(smooth) - 1)] * 1.05)
     ax.legend()
-    path = os.path.join(out, "figures", "loss.png")
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    fig.savefig(path, dpi=130)
-    plt.close(fig)
-    return path
+    return evaluation.save_figure(fig, os.path.join(out, "figures", "loss.png"))
 
 
 def draw_growth(folders: dict[str, list[str]], where: str) -> list[str]:
@@ -916,13 +942,19 @@ class Study:
     pretrained: bool = False                 # its arms start from --init-from
     size: str = "nano"                       # unless --size says otherwise
     probes: int = 0                          # measurements during training, for growth.png
-    paper_rows: dict[str, str] = dataclasses.field(default_factory=dict)    # arm -> its numbers
+    paper_rows: list[str] = dataclasses.field(default_factory=list)     # of its arms, in order
 
     def arms_for(self, args) -> dict[str, list[str]]:
         """The arms at the size (and with the shared flags) of a command line."""
-        if isinstance(self.arms, dict):
-            return self.arms
-        return self.arms(*resolve(args))
+        return {arm: flags for arm, flags in self.all_arms(args).items() if flags is not None}
+
+    def rows_for(self, args) -> dict[str, str]:
+        """The paper's numbers for each of them: by place, since names tell sizes."""
+        return dict(zip(self.all_arms(args), self.paper_rows))
+
+    def all_arms(self, args) -> dict[str, list[str] | None]:
+        """None: this arm has no such thing at this size, as half of a head size of 1."""
+        return self.arms if isinstance(self.arms, dict) else self.arms(*resolve(args))
 
 
 CONTINUOUS = [("first-token mass", "sinks.first_token_mass", ".3f"),
@@ -997,9 +1029,6 @@ OVER_TIME = [("loss", "val.loss", ".4f"), ("spike", "massive.max", ".1f"),
 def spike_study(arms, rows: str, note: str) -> Study:
     """A table of The Spike, the Sparse and the Sink. arms: {name: flags}, or what makes them; rows:
     the paper's numbers, "ppl / sink ratio % / spike" for each arm in order. [Spike 3.6]"""
-    names = list(arms if isinstance(arms, dict) else arms(Recipe(), SIZES["nano"]))
-    numbers = [row.strip() for row in rows.split(";")]
-    assert len(names) == len(numbers), (names, numbers)
     return Study(
         arms, [("perplexity", "val.token_ppl", ".2f")] + THRESHOLD
         + [("spike", "massive.max", ".1f")] + CONTINUOUS + STREAM
@@ -1009,7 +1038,7 @@ def spike_study(arms, rows: str, note: str) -> Study:
         paper="Last column: the ablations of arXiv 2603.05498, a 7B Llama on 100B tokens, one "
               "seed. Its sink ratio is the column \"sink ratio (Spike)\", its spike the largest "
               f"|residual|. {note}",
-        paper_rows=dict(zip(names, numbers)))
+        paper_rows=[row.strip() for row in rows.split(";")])
 
 
 def head_arms(recipe: Recipe, shape: dict) -> dict[str, list[str]]:
@@ -1017,9 +1046,11 @@ def head_arms(recipe: Recipe, shape: dict) -> dict[str, list[str]]:
     of them is a head; then fewer heads, smaller heads, and both against each other."""
     N = max(4, shape["n_head"])
     D = shape["d_model"] // N
-    pairs = [(N, D), (N // 4, D), (N // 2, D), *((N, D // s) for s in (16, 8, 4, 2)),
-             *((N * s, D // s) for s in (16, 8, 4, 2)), (N // 2, D * 2)]
-    return {f"{n}x{size}": ["--n-head", str(n), "--head-dim", str(size)] for n, size in pairs}
+    trios = [(N, D, 1), (N // 4, D, 1), (N // 2, D, 1), *((N, D, s) for s in (16, 8, 4, 2)),
+             *((N * s, D, s) for s in (16, 8, 4, 2)), (N // 2, D * 2, 1)]
+    return {f"{n}x{size // s}" if size >= s else f"{n}x1:{s // size}":      # no size below 1
+            ["--n-head", str(n), "--head-dim", str(size // s)] if size >= s else None
+            for n, size, s in trios}
 
 
 def context_arms(recipe: Recipe, shape: dict) -> dict[str, list[str]]:
@@ -1107,7 +1138,7 @@ RELATIVE = SIZE_OF_OUTLIERS + [("W8A8 ppl", "quant.w8a8-static.ppl", ""),
                                ("W4A4 ppl", "quant.w4a4-static.ppl", "")]
 
 
-def run_study(args) -> int:
+def run_study(args, program: str = __file__) -> int:
     """Train every arm x seed that is not finished, then print and save the table."""
     study = STUDIES[args.study]
     if study.pretrained != bool(args.init_from):
@@ -1131,7 +1162,7 @@ def run_study(args) -> int:
                 todo.append((f"{arm}-s{seed}", command))
     if todo:
         print_estimate(todo, args, len(arms) * args.seeds)
-        failed = run_all(todo, out, args.jobs)
+        failed = run_all(todo, out, args.jobs, program)
         if failed:
             print(f"failed: {', '.join(failed)}; see train.log in their folders", file=sys.stderr)
             return 1
@@ -1141,7 +1172,7 @@ def run_study(args) -> int:
         measure_quantized(folder, study.schemes)
         if STREAM[0] in study.columns:
             measure_streamed(folder)
-    report_study(study, arms, args.seeds, out)
+    report_study(study, arms, args.seeds, out, study.rows_for(args))
     print(*draw_growth(folders, out))
     return 0
 
@@ -1184,11 +1215,12 @@ def measure_streamed(folder: str):
         evaluation.save_metrics(folder, {"stream": found})
 
 
-def report_study(study: Study, arms, seeds: int, out: str):
-    """Mean and spread over seeds (table.md), every run (comparison.csv) and their figure."""
+def report_study(study: Study, arms, seeds: int, out: str, rows: dict[str, str] | None = None):
+    """Mean and spread over seeds (table.md), every run (comparison.csv) and their figure. rows:
+    what the paper has for each arm."""
     runs = [{"arm": arm, "seed": seed, "metrics": evaluation.read_metrics(
                 os.path.join(out, f"{arm}-s{seed}"))} for arm in arms for seed in range(seeds)]
-    beside = ("paper: ppl / sink % / spike", study.paper_rows) if study.paper_rows else ()
+    beside = ("paper: ppl / sink % / spike", rows) if rows else ()
     columns = [column for column in study.columns if any(
         evaluation.lookup(run["metrics"], column[1]) is not None for run in runs)]
     table = evaluation.study_table(runs, columns, beside)
@@ -1246,8 +1278,9 @@ def finished(folder: str, command: list[str]) -> bool:
     path = os.path.join(folder, "config.json")
     if not os.path.exists(path):
         return False
-    with open(path, encoding="utf-8") as file:
-        there = json.load(file)
+    there = read_json(path)
+    if not all(isinstance(there.get(part), dict) for part in ("config", "run")):
+        raise UsageError(f"{path} is of no run: choose another --out")
     recipe, shape = resolve(build_parser().parse_args(command))
     asked, found = dataclasses.asdict(recipe), {**dataclasses.asdict(Recipe()), **there["run"]}
     differ = [k for k in asked if found[k] != asked[k] and k not in FREE_ON_RESUME]
@@ -1289,8 +1322,9 @@ def share_of_cores(jobs: int) -> int:
     return max(1, (os.cpu_count() or 1) // jobs)
 
 
-def run_all(todo, out: str, jobs: int) -> list[str]:
-    """Run commands, `jobs` at a time, each with its share of the cores -> those that failed."""
+def run_all(todo, out: str, jobs: int, program: str = __file__) -> list[str]:
+    """Run commands, `jobs` at a time, each with its share of the cores -> those that failed.
+    program: what runs them, this file or one that adds a mechanism to it."""
     threads = str(share_of_cores(jobs))
     queue, running, failed = list(todo), {}, []
     bar = tqdm(total=len(todo), unit="run", disable=None)
@@ -1299,7 +1333,7 @@ def run_all(todo, out: str, jobs: int) -> list[str]:
         while queue or running:
             while queue and len(running) < jobs:
                 name, command = queue.pop(0)
-                running[name] = launch(name, command, out, threads)
+                running[name] = launch(name, command, out, threads, program)
             time.sleep(0.5)
             for name, (process, log) in list(running.items()):
                 if process.poll() is not None:
@@ -1317,12 +1351,12 @@ def run_all(todo, out: str, jobs: int) -> list[str]:
     return failed
 
 
-def launch(name: str, command: list[str], out: str, threads: str):
+def launch(name: str, command: list[str], out: str, threads: str, program: str):
     folder = os.path.join(out, name)
     os.makedirs(folder, exist_ok=True)
     log = open(os.path.join(folder, "train.log"), "a", encoding="utf-8")
     resume = ["--resume"] * os.path.exists(os.path.join(folder, "checkpoint.pt"))
-    process = subprocess.Popen([sys.executable, os.path.abspath(__file__), *command, *resume],
+    process = subprocess.Popen([sys.executable, os.path.abspath(program), *command, *resume],
                                stdout=log, stderr=subprocess.STDOUT,
                                start_new_session=True,      # the terminal's Ctrl-C is ours to pass
                                env={**os.environ, "OMP_NUM_THREADS": threads})
@@ -1331,8 +1365,9 @@ def launch(name: str, command: list[str], out: str, threads: str):
 
 # ------------------------------------------------------------------------------------------- main
 
-def main(argv: list[str] | None = None) -> int:
-    """Exit status: 0 done, 1 arms of a study failed, 2 bad request or data, 130 interrupted."""
+def main(argv: list[str] | None = None, program: str = __file__) -> int:
+    """Exit status: 0 done, 1 arms of a study failed, 2 bad request or data, 130 interrupted.
+    program: the file that a study runs for each arm; give yours if it adds a mechanism."""
     args = build_parser().parse_args(argv)
     if args.init_from:
         args.init_from = os.path.normpath(args.init_from)       # FOLDER/ is FOLDER
@@ -1343,12 +1378,12 @@ def main(argv: list[str] | None = None) -> int:
             raise UsageError("--loss-rows must not be negative")
         if args.starts:
             return print_starts(args)
-        return run_study(args) if args.study else train(args)
+        return run_study(args, program) if args.study else train(args)
     except ValueError as error:     # UsageError, DataError, CheckpointError, EvalError, Config's
         print(f"train.py: {error}", file=sys.stderr)
         return 2
-    except torch.OutOfMemoryError:
-        print("train.py: out of GPU memory: lower --micro-batch, or give --grad-checkpoint",
+    except (torch.OutOfMemoryError, MemoryError):
+        print("train.py: out of memory: lower --micro-batch, or give --grad-checkpoint",
               file=sys.stderr)
         return 2
     except OSError as error:

@@ -189,6 +189,22 @@ def test_spikes_find_the_planted_activation():
     assert r["position0_ratio"][0] == pytest.approx(1, rel=1e-5)
 
 
+def test_the_median_beside_the_maximum_does_not_depend_on_batches():
+    """A first token that is the same in all windows is the maximum of all of them."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 9, 8, generator=g) * torch.arange(1, 7)[:, None, None]
+    x[:, 0, 3] = 500.0
+    found = []
+    for size in (1, 2, 4, 6):
+        probe = evaluation.Spikes()
+        for part in x.split(size):
+            probe("stream", 0, part)
+        found.append(probe.result(torch.zeros(6, 9, dtype=torch.long)))
+    median = x.abs().flatten(1).median(1).values.mean().item()
+    assert all(one["median"] == pytest.approx(median) and one["max"] == 500
+               and one["sequence"] == 0 for one in found)
+
+
 def test_position0_ratio():
     probe = evaluation.Spikes()
     x = torch.ones(2, 5, 4)
@@ -596,6 +612,14 @@ def test_what_was_measured_before_a_failure_is_kept(make_run, capsys, monkeypatc
         assert capsys.readouterr().err.count("\n") == 1
         assert "delta" in json.load(open(path))["stream"]
         os.remove(path)
+
+
+@pytest.mark.parametrize("flags", [["--T", "64"], ["--stream", "48", "--stream-tokens", "99"],
+                                   ["--anatomy", "--T", "64"]])
+def test_a_table_of_positions_ends_where_it_ends(make_run, capsys, flags):
+    run = make_run("run", gate="position")
+    assert evaluation.main([run, "--no-figures", *flags]) == 2
+    assert "learned positions" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [[], ["--anatomy"], ["--stream", "16", "--stream-tokens", "40"]])

@@ -180,6 +180,7 @@ def test_percentile_and_least_squares_ranges():
     (lambda: fake_quantize(torch.ones(4), 8, "row"), "per"),
     (lambda: fake_quantize(torch.ones(4), 8, 3), "divide"),
     (lambda: fake_quantize(torch.ones(4), 8, ranges="mean"), "ranges"),
+    (lambda: Q.parse("w8a0"), "0 bits"),
     (lambda: Q.parse("int8"), "scheme"), (lambda: Q.parse("w8-static"), "scheme"),
     (lambda: Q.parse("w1a8"), "bits"), (lambda: Q.parse("w8a32"), "bits"),
     (lambda: quantize(tiny(), "w8a8-static"), "calibration")])
@@ -491,7 +492,8 @@ def test_program(run, capsys):
     assert metrics["val"] == {"loss": 1.0}
     assert set(metrics["quant"]) == {"w8a8+smooth", "w4a4-static+smooth"}
     entry = metrics["quant"]["w8a8+smooth"]
-    assert {"loss", "ppl", "delta_loss", "bytes", "worst", "attribution"} <= set(entry)
+    assert {"loss", "ppl", "delta_loss", "bytes", "worst"} <= set(entry)
+    assert "attribution" not in entry and "w_up:in" in entry["attribution_by_kind"]
     for part in (f"{entry['loss']:.4f}", "in int8", "floating point"):
         assert part in out.out
     drawn = {"grids", "attribution-w8a8+smooth", "attribution-w4a4-static+smooth"}

@@ -129,6 +129,8 @@ def test_distributed_equals_single(corpus, tmp_path):
     assert not [n for n in two if n.startswith(("module.", "_orig_mod."))]
     for name in one:
         assert torch.allclose(one[name], two[name], atol=1e-5), name
+    logged = [[row[0] for row in losses(tmp_path / name).values()] for name in ("one", "two")]
+    assert logged[0] == pytest.approx(logged[1], rel=1e-5)      # of the batch, not of one's half
 
 
 # ------------------------------------------------------------------------------------ ways to die
@@ -177,6 +179,15 @@ def test_sigterm_saves_and_stops(corpus, tmp_path, capsys, monkeypatch):
     assert run(corpus, tmp_path) == 130
     assert load_checkpoint(str(tmp_path))["steps_done"] == 3
     assert "--resume" in capsys.readouterr().err
+
+
+def test_ctrl_c_during_a_probe_saves_too(corpus, tmp_path, monkeypatch):
+    def interrupted(self):
+        signal.raise_signal(signal.SIGINT)
+        return {}
+    monkeypatch.setattr(train.Trainer, "probe", interrupted)
+    assert run(corpus, tmp_path, "--eval-every", "99", "--probe-every", "3") == 130
+    assert load_checkpoint(str(tmp_path))["steps_done"] == 1     # asked for by the probe before
 
 
 def test_nan_is_named_and_the_last_checkpoint_survives(corpus, tmp_path, capsys, monkeypatch):
@@ -239,7 +250,11 @@ def test_resume_on_other_data_is_refused(corpus, tmp_path, capsys):
     (["--arch", "gated", "--gate-init", "1"], ["gate_init=1"]),
     (["--arch", "gated", "--head-dim", "8"], ["bondarenko"]),
     (["--arch", "oasis", "--router-init", "bogus"], ["bogus"]),
-    (["--arch", "attnres", "--depth-block", "-1"], ["depth_block=-1"])])
+    (["--arch", "attnres", "--depth-block", "-1"], ["depth_block=-1"]),
+    (["--arch", "ledger", "--ledger-cap", "-1"], ["ledger_cap=-1"]), (["--warmup", "-5"], ["warm"]),
+    (["--arch", "clip", "--clip-gamma", "0.5"], ["clip_gamma=0.5"]),
+    (["--seed", str(2 ** 64)], ["63 bits"]), (["--device", "foo"], ["--device foo"]),
+    (["--device", "meta"], ["--device meta"])])
 def test_bad_requests_are_one_line_and_status_2(corpus, tmp_path, capsys, flags, words):
     if "cuda" in flags and torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
@@ -273,10 +288,17 @@ def test_an_old_run_is_never_overwritten(monkeypatch, tmp_path):
     assert train.fresh_folder(recipe) == first + "-2"
     os.makedirs(first + "-2")
     assert train.newest_folder(recipe) == first + "-2"
+    assert [train.claim(recipe) for _ in "ab"] == [first + "-3", first + "-4"]
 
 
 def test_a_folder_that_was_named_is_not_overwritten_either(corpus, tmp_path, capsys):
     assert run(corpus, tmp_path, "--stop-after", "4") == 0
+    assert train.main(["--resume", "--out", str(tmp_path), "--stop-after", "2"]) == 2
+    for name, text in (("config.json", '{"a": 1}'), ("metrics.json", "{}"), ("log.jsonl", "")):
+        (tmp_path / name[:3]).mkdir()
+        (tmp_path / name[:3] / name).write_text(text)
+        assert run(corpus, tmp_path / name[:3]) == 2
+        assert (tmp_path / name[:3] / name).read_text() == text
     before, log = weights(tmp_path), (tmp_path / "log.jsonl").read_text()
     capsys.readouterr()
     assert run(corpus, tmp_path) == 2
@@ -290,10 +312,12 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_anew(corpus, tmp_pat
     whole = tmp_path / "whole"
     assert run(corpus, whole, "--probe-every", "4") == 0
     (tmp_path / "died").mkdir()
+    (tmp_path / "died" / "config.json").write_text((whole / "config.json").read_text())
     head = (whole / "log.jsonl").read_text().splitlines(keepends=True)[:3]
     (tmp_path / "died" / "log.jsonl").write_text("".join(head))
     assert run(corpus, tmp_path / "died", "--probe-every", "4") == 0
-    steps = [[row["step"] for row in train.read_log(str(out))] for out in (whole, tmp_path / "died")]
+    steps = [[row["step"] for row in train.read_log(str(out))]
+             for out in (whole, tmp_path / "died")]
     assert steps[0] == steps[1]
 
 
@@ -426,10 +450,40 @@ def test_arms_of_every_study_are_models_and_bear_the_papers_numbers(name):
             recipe, shape = train.resolve(parser.parse_args(["--size", size, *flags]))
             seen.add(str((recipe, Config(**{**shape, "vocab_size": 99}))))
             assert "," not in arm and "/" not in arm
-            assert size != "nano" or name == "backcopy" or arm in study.paper_rows
+            assert name == "backcopy" or arm in study.rows_for(args)
         assert len(seen) == len(study.arms_for(args)), name
-    assert len(set(study.paper_rows.values()) - {"–"}) == sum(
-        row != "–" for row in study.paper_rows.values())
+        assert len(study.paper_rows) in (0, len(study.all_arms(args)))
+    assert len(set(study.paper_rows) - {"–"}) == sum(row != "–" for row in study.paper_rows)
+
+
+def test_the_papers_numbers_follow_an_arms_place_not_its_name():
+    """4x32 is half-size heads at one size and the base at another; no head has a size of 0."""
+    rows = {}
+    for size in ("nano", "micro", "toy"):
+        args = train.build_parser().parse_args(["--study", "spike-heads", "--size", size])
+        study = train.STUDIES["spike-heads"]
+        rows[size] = study.rows_for(args)
+        assert list(rows[size].values()) == study.paper_rows
+        assert all(int(flags[-1]) >= 1 for flags in study.arms_for(args).values())
+    base = train.STUDIES["spike-heads"].paper_rows[0]
+    assert rows["nano"]["4x32"] == rows["micro"]["4x64"] == rows["toy"]["4x16"] == base
+    narrow = train.head_arms(None, {"n_head": 2, "d_model": 32})
+    assert narrow["4x1:2"] is None and narrow["4x1"] == ["--n-head", "4", "--head-dim", "1"]
+
+
+def test_a_foreign_file_in_a_studys_folder_is_one_line(corpus, tmp_path, capsys):
+    flags = ["--study", "ledger", "--arms", "vanilla", "--data", corpus, "--out", str(tmp_path)]
+    (tmp_path / "vanilla-s0").mkdir()
+    for text in ('{"a": 1}', "no json"):
+        (tmp_path / "vanilla-s0" / "config.json").write_text(text)
+        assert train.main(flags) == 2
+        one_line(capsys.readouterr().err, "config.json")
+
+
+def test_without_warmup_the_null_is_there_at_once(corpus, tmp_path):
+    """A null_start of -30 that nothing anneals would be softmax under another name."""
+    assert run(corpus, tmp_path, "--arch", "outeffhop", "--null-start", "-30") == 0
+    assert weights(tmp_path)["sublayers.0.null_logit"] == 0
 
 
 def test_an_arms_own_flag_wins_over_the_shared_one(corpus, tmp_path, monkeypatch):
@@ -456,7 +510,8 @@ def test_a_study_prints_the_columns_that_its_runs_have(tmp_path):
     for size, metrics in (("nano", measured), ("toy", measured | {"backcopy": {"sink": 0.3}})):
         os.makedirs(tmp_path / size / "pre-s0")
         train.evaluation.save_metrics(str(tmp_path / size / "pre-s0"), metrics)
-        train.report_study(train.STUDIES["spike-norm"], {"pre": []}, 1, str(tmp_path / size))
+        train.report_study(train.STUDIES["spike-norm"], {"pre": []}, 1, str(tmp_path / size),
+                           {"pre": "10.1 / 46.0 / 3818"})
         header = (tmp_path / size / "table.md").read_text().splitlines()[0]
         assert ("BOS mass" in header) == (size == "toy")
-        assert "perplexity" in header and "spike" in header and "first-token" not in header
+        assert "perplexity" in header and "paper: ppl" in header and "first-token" not in header
