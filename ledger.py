@@ -446,7 +446,10 @@ def main():
         print(f"  {name:20s} {gap:.1e}")
     models, inputs = {"untrained": Transformer(config)}, {"untrained": tokens}
     if args.run:
-        trained = Transformer.from_pretrained(args.run)
+        try:
+            trained = Transformer.from_pretrained(args.run)
+        except ValueError as error:         # CheckpointError
+            parser.error(str(error))
         if trained.config.residual != "ledger":
             parser.error(f"{args.run} is no ledger model")
         models = {"untrained": Transformer(trained.config), "trained": trained}
@@ -454,8 +457,11 @@ def main():
         tokens = trained.generate(torch.randint(trained.config.vocab_size, (4, 1), generator=g),
                                   size[1] - 1, generator=g)      # the model's own text
         inputs = {label: tokens for label in models}
-    os.makedirs(os.path.dirname(args.figure) or ".", exist_ok=True)
-    draw_gates(models, inputs, args.figure)
+    try:
+        os.makedirs(os.path.dirname(args.figure) or ".", exist_ok=True)
+        draw_gates(models, inputs, args.figure)
+    except OSError as error:
+        parser.error(f"cannot write the figure: {error}")
     print(f"gates drawn in {args.figure}")
 
 

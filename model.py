@@ -146,8 +146,12 @@ class Config:
         if self.coupling and self.residual not in ("attnres", "oasis"):
             raise ValueError(f"coupling needs a depth softmax (residual attnres or oasis), "
                              f"not {self.residual}")
-        if self.sparsity < 0:
-            raise ValueError(f"sparsity={self.sparsity} must not be negative")
+        if self.sparsity < 0 or self.ledger_cap < 0:
+            raise ValueError(f"sparsity={self.sparsity} and ledger_cap={self.ledger_cap} must not "
+                             "be negative")
+        if self.clip_gamma > 0 or self.clip_zeta < 1:
+            raise ValueError(f"clip_gamma={self.clip_gamma} must not be positive, clip_zeta="
+                             f"{self.clip_zeta} not below 1")
         if self.rope_theta <= 0 or self.norm_eps < 0:
             raise ValueError(f"rope_theta={self.rope_theta} must be positive and "
                              f"norm_eps={self.norm_eps} not negative")

@@ -213,12 +213,12 @@ def _attend_sdpa(q, k, v, normalizer, causal, null_logit, mask, scale):
         k[:, :, null:, D + 2].masked_fill_(~mask[:, 0].expand(B, 1, S), -3e4)
     out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale,
                                          enable_gqa=k.size(1) != H)[:, :, first:]
-    if null:
-        return out[..., :D], out[..., D].to(zeros.dtype)  # (B, H, T, D), (B, H, T)
-    if mask is not None:  # without a null key, a row that sees nothing averaged the hidden keys
+    mass = out[..., D].to(zeros.dtype) if null else zeros  # (B, H, T)
+    if mask is not None:  # a row that sees nothing, and no null key near, averaged the hidden keys
         seen = mask.expand(-1, -1, -1, S).cumsum(-1)[..., S - T if causal else -1:]  # (B, 1, 1, ..)
         out = out.masked_fill(seen.mT == 0, 0)  # (B, H, T, D + 8)
-    return out[..., :D], zeros  # (B, H, T, D), (B, H, T)
+        mass = mass.masked_fill(seen[:, 0] == 0, float(null))  # (B, H, T)
+    return out[..., :D], mass  # (B, H, T, D), (B, H, T)
 
 
 # ---------------------------------------------------------------------------- the fused paths
@@ -863,7 +863,7 @@ def draw(path: str) -> None:
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     fig.savefig(path + ".tmp", format="png", dpi=150)
     os.replace(path + ".tmp", path)
-    print(f"\nfigure: {path}")
+    print(f"figure: {path}\n")
 
 
 def main() -> None:
@@ -873,8 +873,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: no CUDA device here")
+    try:
+        draw(args.figure)
+    except OSError as error:
+        parser.error(f"cannot write the figure: {error}")
     good = self_check(args.device)
-    draw(args.figure)
     raise SystemExit(0 if good else 1)
 
 

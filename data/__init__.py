@@ -453,6 +453,7 @@ class Windows:
         if bos_policy == "document" and self.eot is None:
             raise DataError("bos_policy 'document' needs the eot id that separates documents")
         self.lead = 0 if bos_policy == "window" else 1      # tokens of the stream before target 0
+        self.file = tokens if is_file else None
         if len(self.tokens) < block_size + 1:
             where = tokens.path if is_file else "the text"
             raise DataError(f"{where} has {len(self.tokens)} tokens, a window of {block_size} "
@@ -473,6 +474,8 @@ class Windows:
     def _cut(self, offsets: np.ndarray):
         span = self.block_size + self.lead
         rows = self.tokens[offsets[:, None] + np.arange(span)].astype(np.int64)  # (B, T + lead)
+        if self.file and rows.max(initial=0) >= self.file.vocab_size:
+            self.file.verify()      # says what is wrong
         if self.bos_policy == "window":
             rows = np.concatenate([np.full((len(rows), 1), self.bos), rows], axis=1)  # (B, T + 1)
         x, y = rows[:, :-1].copy(), rows[:, 1:].copy()  # (B, T), (B, T)

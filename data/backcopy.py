@@ -45,7 +45,9 @@ def bigram_table(corpus: str = "stdlib", n_symbols: int = N_SYMBOLS) -> tuple[by
     corpus: whatever `data.prepare.load` takes, as bytes. symbols are in falling frequency; pairs
     with a rarer byte or a document's end in them are left out. Raises DataError.
     """
-    tokens = load(corpus, "train", tokenizer="bytes").tokens
+    file = load(corpus, "train", tokenizer="bytes")
+    file.verify()
+    tokens = file.tokens
     frequency = np.bincount(tokens, minlength=256)[:256]
     symbols = np.argsort(-frequency, kind="stable")[:min(n_symbols, np.count_nonzero(frequency))]
     s = len(symbols)

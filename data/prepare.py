@@ -323,8 +323,8 @@ def corpus_stem(name: str) -> str:
     return f"{Path(name).stem}-{hashlib.sha256(Path(name).read_bytes()).hexdigest()[:12]}"
 
 
-def build_local(name: str, tokenizer, folder: Path, val_fraction: float = VAL_FRACTION,
-          budget: int | None = None) -> dict[str, Path]:
+def build_local(name: str, tokenizer, folder: Path,
+                val_fraction: float = VAL_FRACTION) -> dict[str, Path]:
     """Build a corpus that needs no network (stdlib or a file). Returns {split: path}."""
     stem, split_of, path = corpus_stem(name), by_hash(val_fraction), Path(name)
     if name == "stdlib":
@@ -336,7 +336,7 @@ def build_local(name: str, tokenizer, folder: Path, val_fraction: float = VAL_FR
         found, split_of = text_documents(path, val_fraction), str
         documents = lambda skip: found[skip:]  # noqa: E731
     paths = {split: token_path(folder, stem, tokenizer, split) for split in ("val", "train")}
-    write_splits(documents, tokenizer, paths, split_of, source=stem, budget=budget)
+    write_splits(documents, tokenizer, paths, split_of, source=stem)
     return paths
 
 
@@ -440,7 +440,9 @@ def prepare(args) -> dict[str, Path]:
     if args.corpus not in HUB:
         if args.from_file or args.download and args.tokenizer != "gpt2":
             raise DataError("--download and --from-file go with: " + ", ".join(HUB))
-        return build_local(args.corpus, tok, folder, args.val_fraction, budget)
+        if args.tokens:
+            raise DataError(f"--tokens is for corpora from a network: {args.corpus} is read whole")
+        return build_local(args.corpus, tok, folder, args.val_fraction)
     if not args.download and not args.from_file:
         raise DataError(f"{args.corpus} is not part of Python: add --download to fetch it, or "
                         "--from-file FILE... if you have it")

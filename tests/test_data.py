@@ -139,6 +139,9 @@ def test_a_wrong_vocabulary_is_found(tmp_path):
     rewrite_header(path, vocab_size=50)
     with pytest.raises(DataError, match="holds id 99, its vocabulary is 50"):
         TokenFile.open(path).verify()
+    windows = Windows(TokenFile.open(path), 98, 2)
+    with pytest.raises(DataError, match="holds id 99, its vocabulary is 50"):
+        windows.batch(0)
     rewrite_header(path, vocab_size=128256)
     with pytest.raises(DataError, match="uint16 is the wrong type"):
         TokenFile.open(path)
@@ -742,6 +745,8 @@ def test_bad_requests_are_one_line_and_status_2(tmp_path, capsys):
             (["stdlib", "--tokens", "0"], "must be positive"),
             (["stdlib", "--tokens", "inf"], "must be positive"),
             (["stdlib", "--tokens", "nan"], "must be positive"),
+            (["stdlib", "--tokens", "100"], "read whole"),
+            ([tmp_path / "a.txt", "--tokens", "100"], "read whole"),
             (["stdlib", "--val-fraction", "1"], "between 0 and 1"),
             (["stdlib", "--tokenizer", "klingon"], "no tokenizer"),
             (["wikitext2", "--from-file", tmp_path / "none.txt"], "cannot read"),

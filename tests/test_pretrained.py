@@ -221,7 +221,7 @@ def test_old_and_new_config_are_one_model(tmp_path):
     ({"use_sliding_window": True}, "use_sliding_window=True"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
     ({"quantization_config": {"bits": 4}}, "quantization_config"),
-    ({"rope_scaling": {**LLAMA3_ROPE, "factor": 2.0}}, "a rope_scaling and another rope_parameters"),
+    ({"rope_scaling": {**LLAMA3_ROPE, "factor": 2.0}}, "rope_scaling and another rope_parameters"),
     ({"rope_parameters": {**LLAMA3_ROPE, "factor": "8"}}, "lacks factor"),
     ({"rope_parameters": "llama3"}, "wrong type"),
     ({"layer_types": 5}, "wrong type"),

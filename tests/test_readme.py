@@ -112,6 +112,12 @@ def test_the_mechanism_that_readme_adds_trains_forgets_and_has_its_limit(tmp_pat
                           env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     assert json.loads((out / "metrics.json").read_text())["protocol"]["arch"] == "forget"
+    done = subprocess.run([sys.executable, script, "--arch", "forget", *small, "--data", text,
+                           "--study", "spike-norm", "--arms", "pre", "--seeds", "1", "--out",
+                           tmp_path / "study"],
+                          cwd=ROOT, capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0 and "| pre" in done.stdout, done.stderr
     names = {}
     exec(compile(block.partition("model.RESIDUALS")[0], "forget.py", "exec"), names)
     config = Config(vocab_size=31, n_layer=2, n_head=2, d_model=32, block_size=16)

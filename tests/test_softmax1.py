@@ -203,6 +203,18 @@ def test_rows_that_see_nothing(normalizer, impl):
     assert all((g == 0).all() for g in grads)
 
 
+@pytest.mark.parametrize("normalizer", ["softmax1", "sink"])
+def test_rows_that_see_nothing_whatever_the_null_logit(normalizer):
+    """A null key that lies as low as the hidden ones takes all of the mass even so."""
+    q, k, v = tensors((2, 2, 4, 8), (2, 2, 4, 8))
+    mask = torch.tensor([[True] * 4, [False] * 4])[:, None, None]
+    for s in (-1e9, -math.inf):
+        for impl in ("eager", "sdpa", "cpu"):
+            out, null = attend(q, k, v, normalizer, null_logit=torch.full((2,), s), mask=mask,
+                               impl=impl)
+            assert (out[1] == 0).all() and (null[1] == 1).all() and (null[0] < 1e-6).all(), impl
+
+
 def test_annealed_null_logit_joins_softmax_and_softmax1():
     q, k, v = tensors((1, 2, 6, 8), (1, 2, 6, 8))
     softmax, _ = attend(q, k, v, "softmax")
