@@ -37,8 +37,8 @@ import eval as evaluation
 import quantize
 from data.prepare import DataError, open_source
 from model import (CONVERSION, PRESETS, SIZES, CheckpointError, Config, Transformer, config_from,
-                   find_pretrained, find_tokenizer, hf_config, is_mechanism, load_checkpoint,
-                   load_model, load_weights, read_json, save_checkpoint)
+                   find_pretrained, find_tokenizer, first_line, hf_config, is_mechanism,
+                   load_checkpoint, load_model, load_weights, read_json, save_checkpoint)
 from softmax1 import describe
 
 
@@ -1386,8 +1386,10 @@ def main(argv: list[str] | None = None, program: str = __file__) -> int:
         print("train.py: out of memory: lower --micro-batch, or give --grad-checkpoint",
               file=sys.stderr)
         return 2
-    except OSError as error:
-        print(f"train.py: {error}", file=sys.stderr)
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
+            raise                       # a fault of ours
+        print(f"train.py: {first_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("train.py: stopped; the same command "

@@ -254,7 +254,7 @@ def test_resume_on_other_data_is_refused(corpus, tmp_path, capsys):
     (["--arch", "ledger", "--ledger-cap", "-1"], ["ledger_cap=-1"]), (["--warmup", "-5"], ["warm"]),
     (["--arch", "clip", "--clip-gamma", "0.5"], ["clip_gamma=0.5"]),
     (["--seed", str(2 ** 64)], ["63 bits"]), (["--device", "foo"], ["--device foo"]),
-    (["--device", "meta"], ["--device meta"])])
+    (["--device", "meta"], ["--device meta"]), (["--d-model", "100000000"], ["memory"])])
 def test_bad_requests_are_one_line_and_status_2(corpus, tmp_path, capsys, flags, words):
     if "cuda" in flags and torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
