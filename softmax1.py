@@ -194,11 +194,8 @@ def _attend_sdpa(q, k, v, normalizer, causal, null_logit, mask, scale):
     scale = _scale(q, scale)
     zeros = torch.zeros((B, H, T), dtype=_wide_dtype(q), device=q.device)  # (B, H, T)
     if normalizer == "softmax" and mask is None and (not causal or T == S):
-        if T == 1:  # decoding: the heads of a group are queries of one head, its keys read once
-            q = q.reshape(B, k.size(1), -1, D)  # (B, Hkv, H / Hkv, D)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale,
-                                             enable_gqa=k.size(1) != q.size(1))
-        return out.reshape(B, H, T, D), zeros
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale,
+                                              enable_gqa=k.size(1) != H), zeros
     null = int(normalizer in WITH_NULL_KEY)  # number of null keys
     first = S + null - T if causal else 0  # rows of zeros before the queries
     s = _null_logits(q, null_logit)[:, None, None] / scale  # (H, 1, 1)
