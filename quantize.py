@@ -259,8 +259,7 @@ class Quantizer(nn.Module):
 
     Dynamic: every token has its own range; one number a token (a gate) is then exact. Static: one
     range, of the values seen while `watching`, when x passes through untouched: it describes the
-    model with its rounded weights (as Bondarenko's code, which OASIS uses), not the errors of
-    other activations.
+    model with its rounded weights, not the errors of other activations.
     """
 
     def __init__(self, name: str, scheme: Scheme, smooth=None):
