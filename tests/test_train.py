@@ -391,14 +391,16 @@ def test_a_small_study_runs_skips_and_refuses_mixtures(corpus, tmp_path, capsys,
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_study_keeps_its_runs_and_goes_on(corpus, tmp_path, number):
     """The terminal sends Ctrl-C to the whole process group; the run in progress saves itself once.
-    SIGTERM reaches the study alone, which passes it on."""
+    SIGTERM reaches the study alone, which passes it on. (What a shell starts in the background
+    ignores Ctrl-C, and so would the study: hence preexec_fn.)"""
     flags = ["--study", "ledger", "--arms", "vanilla", "--seeds", "1", "--data", corpus,
              "--n-layer", "1", "--d-model", "32", "--block-size", "64", "--batch-size", "2",
              "--steps", "100000", "--eval-every", "100000", "--device", "cpu", "--out",
              str(tmp_path)]
     study = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *flags], env=ENV,
                              cwd=tmp_path, stderr=subprocess.PIPE, text=True,
-                             start_new_session=True)
+                             start_new_session=True,
+                             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     log = tmp_path / "vanilla-s0" / "log.jsonl"
     for _ in range(600):
         if log.exists() and len(log.read_text().splitlines()) > 9:
