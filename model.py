@@ -1029,6 +1029,7 @@ def hf_config(folder: str, **overrides) -> Config:
 
 
 def hf_fields(path: str, overrides: dict) -> dict:
+    """Config's fields from config.json. overrides: their names count as given."""
     found = {key: value for key, value in read_json(path).items() if value is not None}
     if found.get("model_type") not in HF_MODELS:
         raise CheckpointError(f"{path}: model_type {found.get('model_type')!r} is not one of "
